@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole state of a training run on disk, written by Orbax."""
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax import Array
+
+KEPT = 3
+
+
+class Saved(NamedTuple):
+    """What a checkpoint holds."""
+
+    position: int
+    learner: dict[str, np.ndarray]
+    histories: dict[str, dict[str, np.ndarray]]
+    about: dict[str, Any]
+
+
+class Checkpoints:
+    """The last few states of one run, in a directory of its own.
+
+    Orbax writes a checkpoint beside the others and renames it when it is
+    complete, so that a process killed while writing leaves the older ones
+    whole and nothing that looks like a newer one.
+    """
+
+    def __init__(self, directory: str | Path):
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        self.directory = Path(directory).absolute()
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "about": ocp.JsonCheckpointHandler(),
+            },
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=KEPT,
+                enable_async_checkpointing=False,
+                cleanup_tmp_directories=True,
+            ),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._manager.all_steps())
+
+    def save(self, saved: Saved) -> None:
+        """Writes a checkpoint and forgets the oldest beyond `KEPT`."""
+        if saved.position in self._manager.all_steps():
+            return  # stopped right after this very state was saved
+        state = {"learner": saved.learner, "histories": saved.histories}
+        self._manager.save(
+            saved.position,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(saved.about)
+            ),
+        )
+
+    def latest(self) -> Saved | None:
+        """The newest checkpoint that can be read; those that can't are removed."""
+        for position in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                return self._read(position)
+            except Exception as error:  # whatever a damaged file makes Orbax say
+                first_line = str(error).partition("\n")[0]
+                print(f"checkpoint {position} is damaged, going back: {first_line}")
+                self._manager.delete(position)
+        return None
+
+    def _read(self, position: int) -> Saved:
+        tree = self._manager.item_metadata(position)["state"].tree
+        # NumPy templates: what comes back is placed on no device, in no sharding.
+        template = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), tree)
+        read = self._manager.restore(
+            position,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(template), about=ocp.args.JsonRestore()
+            ),
+        )
+        state = read["state"]
+        return Saved(position, state["learner"], state["histories"], read["about"])
+
+
+def to_arrays(tree: Any) -> dict[str, np.ndarray]:
+    """A pytree's leaves by their paths, as NumPy arrays; keys as their bits."""
+    return {
+        name: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        for name, leaf in named_leaves(tree)
+    }
+
+
+def from_arrays(template: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """The inverse of `to_arrays`, given a pytree of the same kind."""
+    leaves = [
+        jax.random.wrap_key_data(arrays[name]) if is_key(leaf) else arrays[name]
+        for name, leaf in named_leaves(template)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Array]]:
+    """Every leaf with a name made of its path."""
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if leaf.size  # Orbax can't store an empty array
+    ]
+
+
+def is_key(leaf: Array) -> bool:
+    """Whether a leaf is a typed random key."""
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a PPO agent with and without normalization, and shows the difference.
+
+python -m nnx_norm.examples.ppo
+python -m nnx_norm.examples.ppo --env Pendulum --compare
+python -m nnx_norm.examples.ppo --env fast --normalize obs
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nnx_norm.examples.checkpoints import Checkpoints
+    from nnx_norm.examples.training import Settings
+
+VARIANTS = ("none", "obs", "reward", "obs+reward")
+QUICK = {"seeds": 3, "steps": 100_000}
+
+
+class Refused(Exception):
+    """Something the user has to change; its text is the whole message."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        return run(options)
+    except ModuleNotFoundError as error:
+        # Hence no such import at the top of this file: here it becomes a sentence.
+        message = (
+            f"needs {error.name}, which is not installed: "
+            "pip install 'nnx-norm[examples]'"
+        )
+    except Refused as error:
+        message = str(error)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    print(f"ppo: {message}", file=sys.stderr)
+    return 2
+
+
+def run(options: argparse.Namespace) -> int:
+    """Trains what the options ask for and reports it."""
+    from nnx_norm.examples import environments, report
+    from nnx_norm.examples.progress import Progress
+    from nnx_norm.examples.training import Interrupted, train
+
+    saves = open_checkpoints(options)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        settings = decide_settings(options, saves)
+        environment = environments.make(settings.env, settings.scale)
+    except (environments.Unavailable, OSError) as error:
+        raise Refused(str(error)) from None
+    progress = Progress(settings.hyper("").steps_per_iteration * settings.seeds)
+    try:
+        histories, seconds = train(
+            settings, environment, progress, saves, options.checkpoint_every
+        )
+    except Interrupted:
+        print(farewell(options), file=sys.stderr)
+        return 130
+    finally:
+        progress.finished()
+
+    print("\n" + report.table(settings, environment, histories) + "\n")
+    base = options.out / environment.name
+    numbers = report.numbers(settings, environment, histories, seconds)
+    report.write_json(base.with_name(f"{base.name}.json"), numbers)
+    picture = base.with_name(f"{base.name}.png")
+    report.write_picture(picture, settings, environment, histories)
+    print(f"wrote {picture} and {base.name}.json")
+    return 0
+
+
+def open_checkpoints(options: argparse.Namespace) -> "Checkpoints | None":
+    """Where to save the state, if anywhere."""
+    from nnx_norm.examples.checkpoints import Checkpoints
+
+    if options.checkpoint is None:
+        if options.resume:
+            raise Refused("--resume needs --checkpoint DIR, the run to continue")
+        return None
+    saves = Checkpoints(options.checkpoint)
+    if saves and not options.resume:
+        raise Refused(
+            f"{options.checkpoint} holds a run already: add --resume to continue it, "
+            "or choose another directory"
+        )
+    return saves
+
+
+def decide_settings(
+    options: argparse.Namespace, saves: "Checkpoints | None"
+) -> "Settings":
+    """A checkpoint's settings, or else what was asked for, filled with defaults."""
+    from nnx_norm.examples import environments
+    from nnx_norm.examples.training import Settings
+
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    given = QUICK if options.quick else {}
+    given = given | {
+        name: value for name, value in vars(options).items() if value is not None
+    }
+    given = {name: value for name, value in given.items() if name in fields}
+    if "env" in given:
+        given["env"] = environments.find(given["env"])
+    variants = chosen_variants(options)
+    if variants:
+        given["variants"] = variants
+    saved = saves.latest() if saves else None
+    if saved is None:
+        return Settings(**given)
+    about = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in saved.about.items()
+    }
+    for name, value in given.items():
+        if value != about[name]:
+            raise Refused(
+                f"{options.checkpoint} was trained with {name} {about[name]}, not "
+                f"{value}: leave that out to continue it, or choose another directory"
+            )
+    print(f"continuing {options.checkpoint}", file=sys.stderr)
+    return Settings(**about)
+
+
+def chosen_variants(options: argparse.Namespace) -> tuple[str, ...]:
+    """The variants asked for, in a fixed order; none if that was left open."""
+    chosen = set(options.compare or ())
+    if options.compare == []:
+        chosen = set(VARIANTS)
+    if options.normalize:
+        chosen.add(options.normalize)
+    return tuple(variant for variant in VARIANTS if variant in chosen)
+
+
+def farewell(options: argparse.Namespace) -> str:
+    """What to say after Ctrl-C."""
+    if options.checkpoint is None:
+        return "stopped; nothing was saved (--checkpoint DIR would)"
+    return (
+        f"stopped and saved; continue with: python -m nnx_norm.examples.ppo "
+        f"--checkpoint {options.checkpoint} --resume --out {options.out}"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    # Settings have no default here: what was left out can come from a checkpoint.
+    cli = argparse.ArgumentParser(
+        prog="python -m nnx_norm.examples.ppo",
+        description="Trains a PPO agent for several seeds at once and reports its "
+        "return. Without --normalize and --compare it compares `none` and "
+        "`obs+reward`.",
+    )
+    add = cli.add_argument
+    add("--env", metavar="NAME", help="environment (default: MountainCarContinuous-v0)")
+    add(
+        "--normalize",
+        choices=VARIANTS,
+        help="train this variant alone (or beside those of --compare)",
+    )
+    add(
+        "--compare",
+        nargs="*",
+        choices=VARIANTS,
+        metavar="VARIANT",
+        help="train these variants and draw them into one picture (no name: all four)",
+    )
+    add("--seeds", type=positive(int), help="seeds trained side by side (default: 5)")
+    add(
+        "--steps",
+        type=positive(int_of_float),
+        help="environment steps for each variant and seed (default: 300000)",
+    )
+    add("--epochs", type=positive(int), help="passes over each rollout (default: 4)")
+    add("--learning-rate", type=positive(float), help="of Adam (default: 3e-4)")
+    add(
+        "--scale",
+        type=factors,
+        metavar="A,B,...",
+        help="factors for the observation's features, such as 1,1,57.3 for Pendulum "
+        "with its velocity in degrees",
+    )
+    add("--quick", action="store_true", help="3 seeds and 100000 steps: a first look")
+    add(
+        "--out",
+        type=Path,
+        default=Path("results"),
+        help="folder for the picture and the JSON (default: results)",
+    )
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="save the whole state there now and then, and on Ctrl-C",
+    )
+    add("--resume", action="store_true", help="continue the run in --checkpoint DIR")
+    add(
+        "--checkpoint-every",
+        type=positive(int),
+        default=10,
+        metavar="N",
+        help="training steps between two checkpoints (default: 10)",
+    )
+    return cli
+
+
+def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """An argument type that refuses zero and less."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
+        return value
+
+    parse.__name__ = "number"  # what argparse calls it in its complaints
+    return parse
+
+
+def int_of_float(text: str) -> int:
+    """A whole number that may be written as 3e5."""
+    return int(float(text))
+
+
+def factors(text: str) -> tuple[float, ...]:
+    """Numbers between commas."""
+    return tuple(float(part) for part in text.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Double precision out of two float32 arrays, whatever `jax_enable_x64` says.
+
+A statistic $v$ is stored as a float32 *value* $h = \mathrm{fl}_{32}(v)$ and a
+float32 *residual* $l = \mathrm{fl}_{32}(v - h)$: 48 bits in all. `join` reads the
+pair as one float64 array inside `double()`, where the arithmetic is done; `split`
+rounds the result back. Checkpoints hold float32 only and so move between x64 modes.
+
+Why a local 64-bit context and not two-float arithmetic: the formulas stay the ones
+of the textbook; XLA folds a two-float sum with a constant operand wrongly on jax
+0.10 and contracts products to FMA, while float64 inside the context was exact under
+jit, nnx.jit, scan, nnx.scan, vmap, cond, while_loop, shard_map with psum, pmap,
+eval_shape and export on jax 0.10 and 0.12. The arrays it touches have the size of
+the statistics, never that of a history. Nothing of float64 may leave the context: an
+escaped array is cut to float32 at the next jit boundary.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def double() -> AbstractContextManager[Any]:
+    """Context in which float64 arrays can be made, also while tracing.
+
+    Returns:
+      A context manager; x64 mode is restored on leaving it.
+
+    Example:
+      >>> with double():
+      ...     x = jnp.asarray(2.0**24, jnp.float64) + 1
+      ...     print(int(x))
+      16777217
+    """
+    return jax.enable_x64(True)
+
+
+def spacing(value: jax.Array) -> jax.Array:
+    """Distance from `|value|` to the next larger float32.
+
+    Args:
+      value: float32 array of any shape.
+
+    Returns:
+      float32 array of the same shape.
+
+    Example:
+      >>> float(spacing(jnp.float32(2.0**24)))
+      2.0
+    """
+    magnitude = jnp.abs(value)
+    return jnp.nextafter(magnitude, jnp.full_like(magnitude, jnp.inf)) - magnitude
+
+
+def join(value: jax.Array, residual: jax.Array) -> jax.Array:
+    """The float64 array that a value and its residual stand for.
+
+    A residual larger than one spacing of its value doesn't belong to it (the value
+    was written directly, or restored from elsewhere) and counts as zero.
+    Call it inside `double()`.
+
+    Args:
+      value: float32 array of any shape.
+      residual: float32 array of the same shape.
+
+    Returns:
+      float64 array of that shape.
+
+    Example:
+      >>> with double():
+      ...     own = float(join(jnp.float32(2.0**24), jnp.float32(1.0)))
+      ...     foreign = float(join(jnp.float32(5.0), jnp.float32(1.0)))
+      >>> own, foreign
+      (16777217.0, 5.0)
+    """
+    owned = jnp.abs(residual) <= spacing(value)
+    kept = jnp.where(owned, residual, jnp.zeros_like(residual))
+    return value.astype(jnp.float64) + kept.astype(jnp.float64)
+
+
+def residual_of(value: jax.Array, residual: jax.Array) -> jax.Array:
+    """The residual where it belongs to `value`, else zero; float32 throughout.
+
+    Args:
+      value: float32 array of any shape.
+      residual: float32 array of the same shape.
+
+    Returns:
+      float32 array of that shape, for readers that stay in float32.
+
+    Example:
+      >>> value = jnp.float32([2.0**24, 5.0])
+      >>> residual_of(value, jnp.float32([1.0, 1.0])).tolist()
+      [1.0, 0.0]
+    """
+    owned = jnp.abs(residual) <= spacing(value)
+    return jnp.where(owned, residual, jnp.zeros_like(residual))
+
+
+def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Value and residual of a float64 array; the inverse of `join`.
+
+    Call it inside `double()`. `split(join(*split(x))) == split(x)` bit for bit. What
+    float32 can't hold becomes an infinite value with residual zero.
+
+    Args:
+      x: float64 array of any shape.
+
+    Returns:
+      Two float32 arrays of that shape.
+
+    Example:
+      >>> with double():
+      ...     value, residual = split(jnp.asarray(0.1, jnp.float64))
+      >>> float(value), float(residual)
+      (0.10000000149011612, -1.4901161415892261e-09)
+    """
+
+    def once(v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value = v.astype(jnp.float32)
+        rest = v - value.astype(jnp.float64)
+        return value, jnp.where(jnp.isfinite(value), rest, 0.0).astype(jnp.float32)
+
+    value, residual = once(x)
+    # Rounding the residual can carry into the value (a tie): once more settles it.
+    return once(value.astype(jnp.float64) + residual.astype(jnp.float64))

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The observation normalizer of a policy graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_norm import fold, serialization, validation
+from nnx_norm.distributed import AxisName
+from nnx_norm.extended import residual_of
+from nnx_norm.modules import StatefulModule, StatefulModuleOutput
+from nnx_norm.moments import per_leaf
+from nnx_norm.spec import Exclude, Match, parse
+from nnx_norm.statistics import RunningStatistics, variance_of
+from nnx_norm.sums import deviation, float_dtype
+
+PyTree = Any
+
+SETTINGS = ("epsilon", "initial_std", "clip", "axis_name", "max_count", "decay")
+SETTINGS += ("nonfinite", "emit")
+
+
+class Normalizer(RunningStatistics, StatefulModule):
+    r"""Standardise inputs by the mean and variance of all samples seen so far.
+
+    $$y = \frac{x - \bar x}{\sigma}, \quad
+      \sigma = \sqrt{\max(M_2 / n, \epsilon)}.$$
+
+    The forward pass only reads, so it runs inside jit, scan, vmap, grad, remat and
+    cond, and every step of a rollout sees the same statistics. It emits its raw input
+    as `rollout_extras`; `update_statistics` folds the history of them in, once per
+    training step. Place the normalizer ahead of both heads of an actor-critic: one
+    that two parents share folds what each of them saw, twice the samples. Behind a
+    `Delay` the filler values are samples like others.
+
+    Pass the module as an argument to the outermost jit. A jitted function that closes
+    over it keeps the statistics of the time it was compiled.
+
+    Attributes:
+      mean, M2: Trees of float32 arrays `[*feat]`, None where excluded.
+      counter, skipped: float32 scalars; `count` gives the exact number.
+
+    Example:
+      >>> norm = Normalizer(1)
+      >>> out = norm((), jnp.array([[0.0], [2.0]]))  # one step of two environments
+      >>> norm.update_statistics(out.rollout_extras[None])  # a history [T=1, B=2, 1]
+      >>> norm.count, norm.normalize(jnp.array([3.0])).tolist()
+      (2, [2.0])
+
+    References:
+      Welford, *Note on a method for calculating corrected sums of squares and
+      products*, Technometrics 4(3), 1962; merged in batches as in Chan, Golub &
+      LeVeque, The American Statistician 37(3), 1983.
+    """
+
+    def __init__(
+        self,
+        shape: Any,
+        *,
+        epsilon: float = 1e-6,
+        initial_std: float = 10.0,
+        clip: float | None = None,
+        exclude: Exclude = (),
+        axis_name: AxisName | None = None,
+        max_count: float | None = None,
+        decay: float | None = None,
+        nonfinite: str = "skip",
+        emit: str = "inputs",
+    ) -> None:
+        """Create a normalizer that has seen no sample.
+
+        Args:
+          shape: Feature shape of one input: an int, a tuple or list of ints (one
+            array), a nested mapping of those, or any pytree of arrays or
+            `jax.ShapeDtypeStruct`s, an unbatched example. None is no leaf.
+          epsilon: Floor of the variance, in squared units of the input.
+          initial_std: Divisor before any sample.
+          clip: Outputs are clipped to `[-clip, clip]`; None doesn't.
+          exclude: Leaves to pass through untouched: key paths (`"goal/id"`) or a
+            predicate on a path, a tuple of keys.
+          axis_name: Mapped axis or axes to reduce over in `update_statistics`.
+          max_count: Number of samples from which on nothing more is folded.
+          decay: Factor on the weight of all earlier samples at every update that
+            brings one, in (0, 1]: exponential forgetting.
+          nonfinite: "skip" leaves samples with a NaN or infinity out and counts
+            them, and updates that float32 can't hold; "propagate" lets them in.
+          emit: "inputs" emits raw inputs; "moments" the moments of each step's batch,
+            which takes `[T, *feat]` of memory instead of `[T, B, *feat]`. Loops that
+            slice extras along `B`, or fold with masks, need inputs.
+
+        Raises:
+          TypeError: An argument is of another kind.
+          ValueError: An argument is out of range.
+        """
+        check = validation.number
+        self.epsilon = check(epsilon, "epsilon", 0)
+        self.initial_std = check(initial_std, "initial_std", 0)
+        self.clip = None if clip is None else check(clip, "clip", 0, strict=True)
+        self.max_count = None if max_count is None else check(max_count, "max_count", 0)
+        self.decay = None if decay is None else check(decay, "decay", 0, 1)
+        if decay is not None and max_count is not None:
+            raise ValueError("decay and max_count exclude each other; give one.")
+        self.axis_name = validation.axis_names(axis_name)
+        self.nonfinite = validation.choice(nonfinite, "nonfinite", "skip", "propagate")
+        self.emit = validation.choice(emit, "emit", "inputs", "moments")
+        self._allocate(parse(shape, exclude))
+
+    def __call__(
+        self, state: Any, x: PyTree, rollout_extras: Any = None
+    ) -> StatefulModuleOutput:
+        """Normalize one step's input; nothing is written.
+
+        Args:
+          state: Returned as it is; `()` from `initialize_state`.
+          x: Tree of arrays `[*lead, *feat]`, usually `[B, *feat]`.
+          rollout_extras: None in a rollout; in a loss replay what was emitted.
+
+        Returns:
+          Output of the structure of `x` (mappings as dicts), in its float dtypes
+          (float32 for integers and bool), and what to fold later.
+
+        Raises:
+          ValueError: `x` doesn't fit the spec.
+        """
+        match, samples = self._matched(x, "x")
+        if rollout_extras is None:
+            rollout_extras = self._emitted(match, samples)
+        return StatefulModuleOutput(
+            next_state=state,
+            output=self._normalized(match, samples),
+            regularization_loss=jnp.zeros((), jnp.float32),
+            metrics={},
+            rollout_extras=rollout_extras,
+        )
+
+    def normalize(self, x: PyTree) -> PyTree:
+        """`(x - mean) / std`, clipped if `clip` is set; nothing is written.
+
+        Args:
+          x: Tree of arrays `[*lead, *feat]`, any leading axes.
+
+        Returns:
+          The tree, in the float dtypes of `x` (float32 for integers and bool).
+
+        Raises:
+          ValueError: `x` doesn't fit the spec.
+        """
+        return self._normalized(*self._matched(x, "x"))
+
+    def denormalize(self, y: PyTree) -> PyTree:
+        """`y * std + mean`, the inverse of `normalize` inside the clip.
+
+        Args:
+          y: Tree of arrays `[*lead, *feat]`; not clipped.
+
+        Returns:
+          The tree, in the float dtypes of `y`.
+
+        Raises:
+          ValueError: `y` doesn't fit the spec.
+        """
+        match, samples = self._matched(y, "y")
+        return match.replace(self._leafwise(_denormalize, samples), others=True)
+
+    def update_statistics(
+        self, rollout_extras: Any, *, mask: Any = None, weights: Any = None
+    ) -> None:
+        """Fold a history of emitted extras into the statistics, in one merge.
+
+        All or nothing: a call that raises has changed nothing. Calling it twice with
+        the same history counts its samples twice.
+
+        Args:
+          rollout_extras: Tree of arrays `[*lead, *feat]`, one or more leading axes,
+            the same on every leaf, usually `[T, B]`.
+          mask: Bool array of the shape of the leading axes or a leading prefix of
+            them: which samples count. NaN elsewhere doesn't leak.
+          weights: Array of such a shape, not negative; multiplied with the mask.
+
+        Raises:
+          TypeError: A leaf holds no real numbers, or the mask isn't bool.
+          ValueError: Something doesn't fit, or `axis_name` isn't bound.
+        """
+        if self.emit == "moments":
+            self._fold_moments(rollout_extras, mask, weights)
+        else:
+            self._fold_inputs(rollout_extras, mask, weights)
+
+    def _fold_inputs(self, history: Any, mask: Any, weights: Any) -> None:
+        match = self.spec.match(history, "history", partial=True)
+        samples = validation.samples(self.spec, match, "history")
+        lead = validation.leading(self.spec, samples, "history")
+        if not samples:
+            return
+        mask = validation.mask_array(mask, lead)
+        weights = validation.weight_array(weights, lead)
+        old = self._statistics_here()
+        if not self.frozen:
+            step = partial(fold.fold_inputs, lead=len(lead), rule=self._rule)
+            self._write(*step(*old, samples, mask, weights))
+
+    def _fold_moments(self, history: Any, mask: Any, weights: Any) -> None:
+        if mask is not None or weights is not None:
+            raise ValueError(
+                'emit="moments" keeps no axis of environments, so neither mask nor '
+                'weights can be applied; make the normalizer with emit="inputs".'
+            )
+        emitted = validation.emitted(self.spec, history)
+        old = self._statistics_here()
+        if self.spec.kept and not self.frozen:
+            self._write(*fold.fold_moments(*old, emitted, rule=self._rule))
+
+    def _emitted(self, match: Match, samples: list[jax.Array]) -> Any:
+        if self.emit == "inputs":
+            return match.replace([match.leaves[i] for i in match.kept], others=False)
+        lead = validation.common_leading(self.spec, samples, "x")
+        emitted = fold.emit(
+            samples, *self._statistics_here(), lead=len(lead), skip=self._rule.skip
+        )
+        return emitted.over(self.spec.unflatten)
+
+    def _matched(self, x: PyTree, name: str) -> tuple[Match, list[jax.Array]]:
+        match = self.spec.match(x, name)
+        return match, validation.samples(self.spec, match, name)
+
+    def _normalized(self, match: Match, samples: list[jax.Array]) -> PyTree:
+        def one(x: jax.Array, mean: jax.Array, rest: jax.Array, std: jax.Array) -> Any:
+            # Times the reciprocal: a division per element would be the slowest part.
+            y = (deviation(x, mean) - rest) * (1 / std)
+            return y if self.clip is None else jnp.clip(y, -self.clip, self.clip)
+
+        return match.replace(self._leafwise(one, samples), others=True)
+
+    def _leafwise(self, one: Callable[..., Any], xs: list[jax.Array]) -> list[Any]:
+        """`one(x, mean, residual, std)` for every leaf, in the dtype it computes in."""
+        value, residual = self._statistics_here()
+        out = []
+        for x, mean, rest, M2 in zip(
+            xs, value.mean, residual.mean, value.M2, strict=True
+        ):
+            rest, std = residual_of(mean, rest), self._std(M2, value.counter)
+            dtype = float_dtype(x.dtype)
+            y = one(x, *(v.astype(dtype) for v in (mean, rest, std)))
+            kept = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else dtype
+            out.append(y.astype(kept))
+        return out
+
+    def _std(self, M2: Any, count: Any) -> Any:
+        n = per_leaf(count, M2)
+        xp = np if isinstance(M2, (np.ndarray, np.generic)) else jnp
+        std = xp.sqrt(xp.maximum(variance_of(M2, count), self.epsilon))
+        return xp.where(n > 0, std, self.initial_std).astype(M2.dtype)
+
+    @property
+    def _rule(self) -> fold.Rule:
+        skip = self.nonfinite == "skip"
+        return fold.Rule(skip, self.axis_name, self.decay, self.max_count)
+
+    def _settings(self) -> dict[str, Any]:
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        shape = serialization.shape_to_json(self.spec)
+        return settings | {"exclude": self.spec.excluded_names, "shape": shape}
+
+    @classmethod
+    def from_dict(cls, d: Any) -> Self:
+        """A normalizer with the settings and the statistics that `to_dict` gave.
+
+        Args:
+          d: Either form of `to_dict`, with arrays or the lists that JSON makes of
+            them; or an open `.npz` file.
+
+        Returns:
+          A new normalizer, not frozen.
+
+        Raises:
+          ValueError: A setting or statistic is missing, or the normalizer was made
+            for dataclasses or named tuples: make one for them, then `load_dict`.
+
+        Example:
+          >>> norm = Normalizer({"goal": (2,)}, clip=5.0)
+          >>> Normalizer.from_dict(norm.to_dict()).clip
+          5.0
+        """
+        settings = serialization.settings(d, (*SETTINGS, "exclude", "shape"))
+        new = cls(serialization.shape_from_json(settings.pop("shape")), **settings)
+        new.load_dict(d)
+        return new
+
+
+def _denormalize(y: jax.Array, mean: jax.Array, rest: jax.Array, std: jax.Array) -> Any:
+    return (y.astype(std.dtype) * std + rest) + mean

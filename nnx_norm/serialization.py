@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics as plain dicts of NumPy arrays: nested, or flat for `np.savez`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from nnx_norm.fold import Statistics
+from nnx_norm.moments import per_leaf
+from nnx_norm.spec import Leaf, Spec, is_mapping, keys_of, path_name
+from nnx_norm.validation import float64_array
+
+TREES = ("mean", "M2", "variance", "std")
+
+
+def exact(number: Any) -> Any:
+    """A count as an int where it is whole, else a float; an array of a population's.
+
+    Args:
+      number: float64 array, usually a scalar.
+
+    Returns:
+      A Python number, or an array of them.
+
+    Example:
+      >>> exact(np.float64(3.0)), exact(np.float64(1.5))
+      (3, 1.5)
+    """
+    whole = np.all(np.isfinite(number)) and np.all(number == np.floor(number))
+    typed = np.asarray(number).astype(np.int64 if whole else np.float64)
+    return typed.item() if typed.ndim == 0 else typed
+
+
+def to_dict(
+    spec: Spec,
+    trees: Mapping[str, Sequence[Any]],
+    others: Mapping[str, Any],
+    *,
+    flat: bool,
+) -> dict[str, Any]:
+    """Statistics and settings as one dict.
+
+    Args:
+      spec: What the normalizer was made for.
+      trees: Leaves `[*feat]` that have statistics, by the name of their tree.
+      others: Numbers and settings.
+      flat: Whether to give one level of keys.
+
+    Returns:
+      Nested: `trees` as nested dicts, None where excluded, and `others`. Flat: keys
+      `name/path`, and those of `others` that are set.
+    """
+    if not flat:
+        nested = {k: _nest(spec, v) for k, v in trees.items()}
+        return nested | {k: _plain(v) for k, v in others.items()}
+    out: dict[str, Any] = {}
+    for name, leaves in trees.items():
+        out |= {_key(name, spec, i): v for i, v in zip(spec.kept, leaves, strict=True)}
+    return out | {k: _plain(v) for k, v in others.items() if v is not None and v != ()}
+
+
+def load_dict(spec: Spec, d: Any, like: Statistics) -> Statistics:
+    """The statistics in a dict that `to_dict` gave.
+
+    Args:
+      spec: What the normalizer was made for.
+      d: Nested or flat dict, arrays or lists.
+      like: Statistics whose shapes it must have.
+
+    Returns:
+      Statistics of float64 NumPy arrays, lists of leaves for trees.
+
+    Raises:
+      TypeError: It is no mapping.
+      ValueError: Something is missing, too many, or of another shape.
+    """
+    if not is_mapping(d):
+        raise TypeError(f"load_dict got {type(d).__name__}; expected to_dict's result.")
+    d = {str(k): d[k] for k in d.keys()}
+    if "count" not in d:
+        raise ValueError(
+            "count is missing: without it the next update would replace the statistics."
+        )
+    count = float64_array(d["count"], like.counter.shape, "count", minimum=0.0)
+    skipped = float64_array(
+        d.get("skipped", np.zeros(like.skipped.shape)), like.skipped.shape, "skipped"
+    )
+    mean = _leaves(spec, d, "mean", like.mean)
+    if "M2" in d or any(k.startswith("M2/") for k in d) or not spec.kept:
+        M2 = _leaves(spec, d, "M2", like.M2, minimum=0.0)
+    else:  # other libraries store the variance
+        variances = _leaves(spec, d, "variance", like.M2, minimum=0.0)
+        M2 = [v * per_leaf(count, v) for v in variances]
+    if any(np.any((per_leaf(count, v) == 0) & (v != 0)) for v in mean):
+        raise ValueError("count is 0 where mean is not: the state is torn.")
+    return Statistics(mean, M2, count, skipped)
+
+
+def _leaves(
+    spec: Spec,
+    d: dict[str, Any],
+    name: str,
+    like: Sequence[Any],
+    minimum: float = -np.inf,
+) -> list[np.ndarray]:
+    """The leaves of one tree, from the nested or the flat form."""
+    found = _flatten({name: d[name]}) if name in d else {}
+    found |= {k: v for k, v in d.items() if k.startswith(name + "/")}
+    wanted = {_key(name, spec, i): i for i in spec.kept}
+    for key in wanted:
+        if found.get(key) is None:
+            raise ValueError(f"{key!r} is missing; expected {sorted(wanted)}.")
+    for key, value in found.items():
+        if key not in wanted and value is not None:
+            raise ValueError(f"{key!r} is not in the spec: {spec.describe()}.")
+    return [
+        float64_array(found[key], v.shape, key, minimum=minimum)
+        for key, v in zip(wanted, like, strict=True)
+    ]
+
+
+def _key(name: str, spec: Spec, i: int) -> str:
+    path = path_name(keys_of(spec.paths[i]))
+    return f"{name}/{path}" if path else name
+
+
+def _flatten(tree: dict[str, Any]) -> dict[str, Any]:
+    """One level of keys `a/b` out of nested dicts."""
+    out: dict[str, Any] = {}
+
+    def walk(node: Any, path: tuple[str, ...]) -> None:
+        if is_mapping(node):
+            for key in node.keys():
+                walk(node[key], (*path, str(key)))
+        else:
+            out[path_name(path)] = node
+
+    walk(tree, ())
+    return out
+
+
+def _nest(spec: Spec, leaves: Sequence[Any]) -> Any:
+    """Nested dicts with str keys, None where a leaf is excluded."""
+    values = dict(zip(spec.kept, leaves, strict=True))
+    root: dict[str, Any] = {}
+    for i, (path, shape) in enumerate(zip(spec.paths, spec.shapes, strict=True)):
+        if shape is None:
+            continue
+        *parents, last = ["", *(str(k) for k in keys_of(path))]
+        node = root
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = values.get(i)
+    return root.get("", {})
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def settings(d: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The settings in a dict that `to_dict` gave, as arguments of a constructor.
+
+    Args:
+      d: Nested or flat dict, or an open `.npz` file.
+      names: Their names; those left out are unset.
+
+    Returns:
+      Python values by name.
+
+    Raises:
+      ValueError: There is no `shape`.
+    """
+    if not is_mapping(d):
+        raise TypeError(f"from_dict got {type(d).__name__}; expected to_dict's result.")
+    found = {k: d[k] for k in names if k in d.keys()}
+    found |= {k: v.tolist() for k, v in found.items() if hasattr(v, "tolist")}
+    if found.get("shape") is None:
+        raise ValueError(
+            "shape is missing: this is no dict of Normalizer.to_dict, or one of a tree "
+            "with dataclasses or named tuples. Make a Normalizer for it and load_dict."
+        )
+    return {k: v for k, v in found.items() if v is not None}
+
+
+def shape_to_json(spec: Spec) -> str | None:
+    """A spec's tree of shapes as JSON text; None if it holds nodes of other classes.
+
+    Tuples and lists are written `{"()": [...]}` and `{"[]": [...]}`.
+    """
+
+    def write(node: Any) -> Any:
+        if node is None:
+            return None
+        if isinstance(node, Leaf):
+            return list(node.shape)
+        if type(node) is dict and all(isinstance(k, str) for k in node):
+            return {k: write(v) for k, v in node.items()}
+        if type(node) in (tuple, list):
+            return {"()" if type(node) is tuple else "[]": [write(v) for v in node]}
+        raise TypeError(f"a {type(node).__name__} can't be written as JSON")
+
+    shapes = [None if shape is None else Leaf(shape) for shape in spec.shapes]
+    try:
+        return json.dumps(write(jax.tree.unflatten(spec.treedef, shapes)))
+    except TypeError:
+        return None
+
+
+def shape_from_json(text: str) -> Any:
+    """The `shape` argument that `shape_to_json` wrote down."""
+
+    def read(node: Any) -> Any:
+        if isinstance(node, dict) and list(node) in (["()"], ["[]"]):
+            ((kind, children),) = node.items()
+            return (tuple if kind == "()" else list)(read(v) for v in children)
+        if isinstance(node, dict):
+            return {k: read(v) for k, v in node.items()}
+        return tuple(node) if isinstance(node, list) else node
+
+    return read(json.loads(text))

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README runs: its Python blocks, in order, print what the page says they print."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Language and content of the fenced blocks."""
+    return BLOCK.findall(text)
+
+
+def run(text: str) -> list[tuple[str, str]]:
+    """Runs the Python blocks in one namespace; pairs of printed and promised output.
+
+    A `text` block right after a `python` block is what that one prints.
+    """
+    found = blocks(text)
+    names: dict[str, object] = {"__name__": "readme"}
+    pairs = []
+    for (language, code), (after, promised) in zip(
+        found, [*found[1:], ("", "")], strict=True
+    ):
+        if language == "python":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, "README.md", "exec"), names)
+            pairs.append((printed.getvalue(), promised if after == "text" else ""))
+    return pairs
+
+
+def test_readme_blocks_print_what_they_promise():
+    pairs = run((ROOT / "README.md").read_text())
+    assert pairs
+    for printed, promised in pairs:
+        assert printed == promised
+
+
+def test_readme_check_sees_a_wrong_promise():
+    (printed, promised), silent = run(
+        "```python\nx = 1\nprint(x + 1)\n```\n\n```text\n3\n```\n\n"
+        "```python\ny = x\n```\n"
+    )
+    assert (printed, promised) == ("2\n", "3\n")
+    assert silent == ("", "")
+
+
+def test_readme_links_lead_somewhere():
+    text = (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
