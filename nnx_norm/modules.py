@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_norm.spec import canonicalize, is_mapping
+from nnx_norm.tree import canonicalize, is_mapping
 
 _METHODS = ("__call__", "initialize_state", "reset_state", "update_statistics")
 

@@ -20,6 +20,7 @@ from jax import lax
 from nnx_norm import spec
 from nnx_norm.extended import double
 from nnx_norm.reread import BatchSums, batch_sums
+from nnx_norm.sums import align_leading
 
 PyTree = Any
 P = ParamSpec("P")
@@ -201,9 +202,9 @@ def merge(a: Moments, b: Moments) -> Moments:
     fraction = b.count / jnp.where(count > 0, count, 1.0)  # two empty sets stay empty
     between = a.count * fraction
     delta = jax.tree.map(jnp.subtract, b.mean, a.mean)
-    mean = jax.tree.map(lambda m, d: m + per_leaf(fraction, d) * d, a.mean, delta)
+    mean = jax.tree.map(lambda m, d: m + align_leading(fraction, d) * d, a.mean, delta)
     M2 = jax.tree.map(
-        lambda p, q, d: p + q + per_leaf(between, d) * d**2, a.M2, b.M2, delta
+        lambda p, q, d: p + q + align_leading(between, d) * d**2, a.M2, b.M2, delta
     )
     return Moments(mean, M2, count)
 
@@ -234,15 +235,15 @@ def reduce(stacked: Moments) -> Moments:
     largest = lax.argmax(counts.astype(jnp.float32), 0, jnp.int32) if counts.size else 0
 
     def occupied(v: jax.Array) -> jax.Array:
-        return jnp.where(per_leaf(counts, v) > 0, v, 0.0)
+        return jnp.where(align_leading(counts, v) > 0, v, 0.0)
 
     def unite(mean: jax.Array, M2: jax.Array) -> tuple[jax.Array, jax.Array]:
         if not counts.size:
             nothing = jnp.zeros(mean.shape[1:], mean.dtype)
             return nothing, nothing
         delta = occupied(mean - mean[largest])
-        step = jnp.sum(per_leaf(counts, delta) * delta, axis=0) / n
-        spread = jnp.sum(per_leaf(counts, delta) * (delta - step) ** 2, axis=0)
+        step = jnp.sum(align_leading(counts, delta) * delta, axis=0) / n
+        spread = jnp.sum(align_leading(counts, delta) * (delta - step) ** 2, axis=0)
         return occupied(mean)[largest] + step, jnp.sum(occupied(M2), axis=0) + spread
 
     both = jax.tree.map(unite, stacked.mean, stacked.M2)
@@ -250,23 +251,6 @@ def reduce(stacked: Moments) -> Moments:
         jax.tree.structure(stacked.mean), jax.tree.structure((0, 0)), both
     )
     return Moments(mean, M2, count)
-
-
-def per_leaf(count: Any, leaf: Any) -> Any:
-    """A count per set, with axes of size 1 for the features of `leaf`.
-
-    Args:
-      count: Array `[*sets]` of NumPy or JAX.
-      leaf: Array `[*sets, *feat]`.
-
-    Returns:
-      The count shaped to broadcast against `leaf`.
-
-    Example:
-      >>> per_leaf(jnp.ones(4), jnp.ones((4, 3, 2))).shape
-      (4, 1, 1)
-    """
-    return count.reshape(count.shape + (1,) * (leaf.ndim - count.ndim))
 
 
 @_in_double
@@ -284,7 +268,7 @@ def variance(moments: Moments) -> PyTree:
       1.0
     """
     n = jnp.where(moments.count > 0, moments.count, 1.0)
-    return jax.tree.map(lambda M2: M2 / per_leaf(n, M2), moments.M2)
+    return jax.tree.map(lambda M2: M2 / align_leading(n, M2), moments.M2)
 
 
 @_in_double

@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_norm import fold, serialization, validation
+from nnx_norm import arguments, fold, serialization, validation
 from nnx_norm.distributed import AxisName
 from nnx_norm.extended import residual_of
 from nnx_norm.modules import StatefulModule, StatefulModuleOutput
-from nnx_norm.moments import per_leaf
 from nnx_norm.spec import Exclude, Match, parse
 from nnx_norm.statistics import RunningStatistics, variance_of
-from nnx_norm.sums import deviation, float_dtype
+from nnx_norm.sums import align_leading, deviation, float_dtype
 
 PyTree = Any
 
@@ -98,7 +97,7 @@ class Normalizer(RunningStatistics, StatefulModule):
           TypeError: An argument is of another kind.
           ValueError: An argument is out of range.
         """
-        check = validation.number
+        check = arguments.number
         self.epsilon = check(epsilon, "epsilon", 0)
         self.initial_std = check(initial_std, "initial_std", 0)
         self.clip = None if clip is None else check(clip, "clip", 0, strict=True)
@@ -106,9 +105,9 @@ class Normalizer(RunningStatistics, StatefulModule):
         self.decay = None if decay is None else check(decay, "decay", 0, 1)
         if decay is not None and max_count is not None:
             raise ValueError("decay and max_count exclude each other; give one.")
-        self.axis_name = validation.axis_names(axis_name)
-        self.nonfinite = validation.choice(nonfinite, "nonfinite", "skip", "propagate")
-        self.emit = validation.choice(emit, "emit", "inputs", "moments")
+        self.axis_name = arguments.axis_names(axis_name)
+        self.nonfinite = arguments.choice(nonfinite, "nonfinite", "skip", "propagate")
+        self.emit = arguments.choice(emit, "emit", "inputs", "moments")
         self._allocate(parse(shape, exclude))
 
     def __call__(
@@ -252,7 +251,7 @@ class Normalizer(RunningStatistics, StatefulModule):
         return out
 
     def _std(self, M2: Any, count: Any) -> Any:
-        n = per_leaf(count, M2)
+        n = align_leading(count, M2)
         xp = np if isinstance(M2, (np.ndarray, np.generic)) else jnp
         std = xp.sqrt(xp.maximum(variance_of(M2, count), self.epsilon))
         return xp.where(n > 0, std, self.initial_std).astype(M2.dtype)

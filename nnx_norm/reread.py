@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nnx_norm.sums import Sums, float_dtype, per_sample, sums
+from nnx_norm.sums import Sums, align_leading, float_dtype, sums
 
 LOST = 2.5
 """Cancellation above which a batch is read again: `S2` over what it adds to M2."""
@@ -205,7 +205,7 @@ def _better_shift(
     """The mean by the last sums, kept within the samples; or their midpoint."""
     axes = tuple(range(lead))
     values = x.astype(shift.dtype)
-    counted = None if weight is None else per_sample(weight, x).astype(jnp.bool_)
+    counted = None if weight is None else align_leading(weight, x).astype(jnp.bool_)
     low = jnp.min(values, axis=axes, initial=jnp.inf, where=counted)
     high = jnp.max(values, axis=axes, initial=-jnp.inf, where=counted)
     mean = shift.astype(jnp.float64) + s.first / jnp.where(count > 0, count, 1.0)

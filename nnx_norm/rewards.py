@@ -12,13 +12,12 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from nnx_norm import fold, validation
+from nnx_norm import arguments, fold, validation
 from nnx_norm.distributed import AxisName
 from nnx_norm.extended import double
-from nnx_norm.moments import per_leaf
 from nnx_norm.spec import parse
 from nnx_norm.statistics import RunningStatistics, variance_of
-from nnx_norm.sums import float_dtype
+from nnx_norm.sums import align_leading, float_dtype
 
 PyTree = Any
 
@@ -90,12 +89,12 @@ class RewardNormalizer(RunningStatistics):
           TypeError: An argument is of another kind.
           ValueError: An argument is out of range.
         """
-        check = validation.number
+        check = arguments.number
         self.gamma = check(gamma, "gamma", 0, 1, strict=True)
         self.epsilon = check(epsilon, "epsilon", 0)
         self.clip = None if clip is None else check(clip, "clip", 0, strict=True)
-        self.axis_name = validation.axis_names(axis_name)
-        self.nonfinite = validation.choice(nonfinite, "nonfinite", "skip", "propagate")
+        self.axis_name = arguments.axis_names(axis_name)
+        self.nonfinite = arguments.choice(nonfinite, "nonfinite", "skip", "propagate")
         self._allocate(parse(shape))
         self.running_return = RunningReturn(
             None if num_envs is None else self._no_returns(num_envs)
@@ -207,7 +206,7 @@ class RewardNormalizer(RunningStatistics):
 
     def _std(self, M2: Any, count: Any) -> Any:
         xp = np if isinstance(M2, (np.ndarray, np.generic)) else jnp
-        known = (per_leaf(count, M2) >= 2) & (M2 != 0)
+        known = (align_leading(count, M2) >= 2) & (M2 != 0)
         std = xp.sqrt(xp.maximum(variance_of(M2, count), self.epsilon))
         return xp.where(known, std, 1.0).astype(M2.dtype)
 
@@ -233,7 +232,9 @@ def _fold_returns(
     read = valid & _finite(rewards) if rule.skip else valid
     last, returns = _scan_returns(start, rewards, done & valid, read, gamma)
     if rule.skip:  # what was not read is NaN, for the fold to leave out and to count
-        returns = [jnp.where(per_leaf(valid & ~read, g), jnp.nan, g) for g in returns]
+        returns = [
+            jnp.where(align_leading(valid & ~read, g), jnp.nan, g) for g in returns
+        ]
     value, residual = fold.fold_inputs(
         value, residual, returns, mask, None, lead=2, rule=rule
     )
@@ -258,10 +259,10 @@ def _scan_returns(
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         rewards, ends, read = now
         returns = [
-            jnp.where(per_leaf(read, g), gamma * g + r.astype(g.dtype), g)
+            jnp.where(align_leading(read, g), gamma * g + r.astype(g.dtype), g)
             for g, r in zip(carry, rewards, strict=True)
         ]
-        after = [jnp.where(per_leaf(ends, g), 0.0, g) for g in returns]
+        after = [jnp.where(align_leading(ends, g), 0.0, g) for g in returns]
         return after, [g.astype(jnp.float32) for g in returns]
 
     with double():

@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from nnx_norm.arguments import float64_array
 from nnx_norm.fold import Statistics
-from nnx_norm.moments import per_leaf
-from nnx_norm.spec import Leaf, Spec, is_mapping, keys_of, path_name
-from nnx_norm.validation import float64_array
+from nnx_norm.spec import Leaf, Spec
+from nnx_norm.sums import align_leading
+from nnx_norm.tree import is_mapping, keys_of, path_name
 
 TREES = ("mean", "M2", "variance", "std")
 
@@ -95,8 +96,8 @@ def load_dict(spec: Spec, d: Any, like: Statistics) -> Statistics:
         M2 = _leaves(spec, d, "M2", like.M2, minimum=0.0)
     else:  # other libraries store the variance
         variances = _leaves(spec, d, "variance", like.M2, minimum=0.0)
-        M2 = [v * per_leaf(count, v) for v in variances]
-    if any(np.any((per_leaf(count, v) == 0) & (v != 0)) for v in mean):
+        M2 = [v * align_leading(count, v) for v in variances]
+    if any(np.any((align_leading(count, v) == 0) & (v != 0)) for v in mean):
         raise ValueError("count is 0 where mean is not: the state is torn.")
     return Statistics(mean, M2, count, skipped)
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -13,79 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-Path = tuple[Any, ...]
-"""Keys from the root to a leaf: dict keys, sequence indices, field names."""
+from nnx_norm.tree import Path, canonicalize, is_none, keys_of, path_name
 
 Exclude = str | Iterable[str | Path] | Callable[[Path], bool]
-
-
-def is_none(x: Any) -> bool:
-    """Whether `x` is None: the `is_leaf` that keeps Nones visible in a tree."""
-    return x is None
-
-
-def is_mapping(x: Any) -> bool:
-    """Whether `x` is a mapping of any kind, registered with JAX or not."""
-    return isinstance(x, Mapping) or (
-        callable(getattr(type(x), "keys", None)) and hasattr(type(x), "__getitem__")
-    )
-
-
-def canonicalize(tree: Any) -> Any:
-    """Turn every mapping in a tree (OrderedDict, FrozenDict, ...) into a plain dict.
-
-    JAX takes a dict and an OrderedDict for different nodes and orders their leaves
-    differently; afterwards they are one.
-
-    Args:
-      tree: Any pytree.
-
-    Returns:
-      The same tree with plain dicts.
-
-    Example:
-      >>> from collections import OrderedDict
-      >>> canonicalize((OrderedDict(b=1, a=OrderedDict()), None))
-      ({'b': 1, 'a': {}}, None)
-    """
-
-    def plain(node: Any) -> Any:
-        if is_mapping(node):
-            return {key: canonicalize(node[key]) for key in node.keys()}
-        return node
-
-    return jax.tree.map(plain, tree, is_leaf=is_mapping)
-
-
-def keys_of(path: tuple[Any, ...]) -> Path:
-    """Plain keys of a JAX key path: `(DictKey('a'), SequenceKey(0))` to `('a', 0)`."""
-
-    def key(entry: Any) -> Any:
-        for attribute in ("key", "idx", "name"):
-            if hasattr(entry, attribute):
-                return getattr(entry, attribute)
-        return str(entry)
-
-    return tuple(key(entry) for entry in path)
-
-
-def path_name(path: Path) -> str:
-    """Write a path as one string, `goal/id`.
-
-    `~` and `/` inside a key are written `~0` and `~1`, as in JSON pointers
-    (RFC 6901), so that different paths never share a name.
-
-    Args:
-      path: Keys from the root.
-
-    Returns:
-      The keys joined by `/`; the empty string for the root.
-
-    Example:
-      >>> path_name(("goal", 0, "a/b"))
-      'goal/0/a~1b'
-    """
-    return "/".join(str(k).replace("~", "~0").replace("/", "~1") for k in path)
 
 
 @dataclasses.dataclass(frozen=True)

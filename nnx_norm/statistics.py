@@ -13,12 +13,12 @@ from jax.core import Tracer
 from jax.tree_util import keystr
 
 from nnx_norm import serialization
+from nnx_norm.arguments import float64_array
 from nnx_norm.extended import double, join
 from nnx_norm.fold import Statistics, separated
-from nnx_norm.moments import per_leaf
 from nnx_norm.serialization import exact
 from nnx_norm.spec import Spec
-from nnx_norm.validation import float64_array
+from nnx_norm.sums import align_leading
 
 PyTree = Any
 
@@ -200,7 +200,7 @@ class RunningStatistics(nnx.Module):
                 "Give the count that mean and variance stand for."
             )
         with double():
-            M2 = [v * per_leaf(n, v) for v in variances]
+            M2 = [v * align_leading(n, v) for v in variances]
             skipped = join(value.skipped, residual.skipped)
         self._store64(Statistics(means, M2, n, skipped))
 
@@ -273,7 +273,7 @@ class RunningStatistics(nnx.Module):
 
 def variance_of(M2: Any, count: Any) -> Any:
     """`M2 / count` of NumPy or JAX arrays, zero before any sample."""
-    n = per_leaf(count, M2)
+    n = align_leading(count, M2)
     return M2 / (n + (n == 0).astype(n.dtype))
 
 

@@ -14,7 +14,7 @@ makes XLA gather the history on every device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,12 +94,12 @@ def sums(x: jax.Array, shift: jax.Array, weight: jax.Array | None, lead: int) ->
         d = deviation(x, shift)
         if weight is None:
             return d
-        return jnp.where(per_sample(weight, x).astype(jnp.bool_), d, 0)
+        return jnp.where(align_leading(weight, x).astype(jnp.bool_), d, 0)
 
     def weighted(v: jax.Array) -> jax.Array:
         if weight is None or weight.dtype == jnp.bool_:
             return v
-        return v * per_sample(weight, x).astype(v.dtype)
+        return v * align_leading(weight, x).astype(v.dtype)
 
     again = lax.optimization_barrier(shift)
     first = jnp.sum(weighted(deviations(shift)), axis=axes)
@@ -107,6 +107,18 @@ def sums(x: jax.Array, shift: jax.Array, weight: jax.Array | None, lead: int) ->
     return Sums(first.astype(jnp.float64), second.astype(jnp.float64))
 
 
-def per_sample(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """Weights `[*lead]` with axes of size 1 for the features of `x`."""
-    return weight.reshape(weight.shape + (1,) * (x.ndim - weight.ndim))
+def align_leading(leading: Any, leaf: Any) -> Any:
+    """An array over leading axes, with axes of size 1 for the others of `leaf`.
+
+    Args:
+      leading: Array `[*lead]` of NumPy or JAX, such as weights of samples.
+      leaf: Array `[*lead, *feat]`.
+
+    Returns:
+      The array shaped to broadcast against `leaf`.
+
+    Example:
+      >>> align_leading(jnp.ones(4), jnp.ones((4, 3, 2))).shape
+      (4, 1, 1)
+    """
+    return leading.reshape(leading.shape + (1,) * (leaf.ndim - leading.ndim))

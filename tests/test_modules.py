@@ -1136,7 +1136,7 @@ def test_a_population_of_graphs():
 
 
 def assert_folded(norm, rows, times=1):
-    """`norm` has the statistics of `rows`, an array `[N, *feat]`, seen `times` times."""
+    """`norm` has the statistics of `rows`, `[N, *feat]`, seen `times` times."""
     rows = np.asarray(rows, np.float64)
     assert norm.count == times * len(rows)
     np.testing.assert_allclose(
@@ -1145,16 +1145,17 @@ def assert_folded(norm, rows, times=1):
     np.testing.assert_allclose(norm.variance, rows.var(0), rtol=1e-5, atol=1e-6)
 
 
-def learn(net, xs, mask=None):
-    """Two training steps: roll out, then fold; what the last one saw."""
-    extras = None
-    for _ in range(2):
-        extras = nnx.jit(rollout)(net, xs)[1][1]
-        keywords = {} if mask is None else {"mask": mask}
-        nnx.jit(lambda net, e, kw: net.update_statistics(e, **kw))(
-            net, extras, keywords
-        )
+@nnx.jit
+def train_step(net, xs, keywords):
+    extras = rollout(net, xs)[1][1]
+    net.update_statistics(extras, **keywords)
     return extras
+
+
+def learn(net, xs, **keywords):
+    """Two training steps; the extras of the second."""
+    train_step(net, xs, keywords)
+    return train_step(net, xs, keywords)
 
 
 def flat(xs):
@@ -1224,7 +1225,7 @@ def test_a_normalizer_shared_by_two_heads_counts_what_each_saw():
 def test_a_mask_reaches_every_normalizer():
     net = Sequential([Normalizer(F), Parallel(a=Normalizer(F), b=linear())])
     xs, mask = batch(0, T, B), np.arange(T * B).reshape(T, B) % 3 > 0
-    learn(net, xs, jnp.asarray(mask))
+    learn(net, xs, mask=jnp.asarray(mask))
     assert_folded(net[0], np.asarray(xs)[mask], times=2)
     assert net[1].components["a"].count == 2 * mask.sum()
 
