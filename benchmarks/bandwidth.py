@@ -6,6 +6,7 @@ runs among the contenders, over the very buffers that they read.
 """
 
 import ctypes
+import functools
 import shutil
 import subprocess
 import tempfile
@@ -58,6 +59,7 @@ uint64_t sweep(const void *buffer, size_t bytes, int threads) {
 Sweep = Callable[[int, int, int], int]
 
 
+@functools.cache
 def compile_sweep() -> Sweep | None:
     """Build the C loop with the system's compiler; None where there is none."""
     compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks import bench_fold, command, machine, report
+from nnx_norm import Normalizer
 
 Figures = dict[str, Any]
 MB = 1e6
@@ -54,8 +55,6 @@ def rollout(steps: int, environments: int, features: int, emit: str | None) -> F
 
     `emit` None leaves the normalizer out: what the rollout alone takes.
     """
-    from nnx_norm import Normalizer
-
     normalizer = Normalizer(features, emit=emit or "inputs")
     graphdef, state = nnx.split(normalizer)
 
@@ -82,8 +81,6 @@ def rollout(steps: int, environments: int, features: int, emit: str | None) -> F
 
 def update(shape: tuple[int, ...]) -> Figures:
     """The update alone; no temporary should have the size of the history."""
-    from nnx_norm import Normalizer
-
     graphdef, state = nnx.split(Normalizer(shape[2:]))
 
     def fold(state: Any, history: jax.Array) -> Any:

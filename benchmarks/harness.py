@@ -83,7 +83,7 @@ def quartiles(values: Iterable[float]) -> tuple[float, float, float]:
     """Lower quartile, median, upper quartile."""
     values = list(values)
     if len(values) < 2:
-        return (values[0],) * 3
+        return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, middle, high
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnx_norm import Normalizer
+
 Call = Callable[[], Any]
 
 
@@ -43,8 +45,6 @@ def _carried(update: Callable[[Any, Any], Any], state: Any, history: Any) -> Cal
 
 
 def nnx_norm_update(history: jax.Array) -> Call:
-    from nnx_norm import Normalizer
-
     return _module_update(Normalizer(history.shape[2:]), history)
 
 
@@ -142,8 +142,6 @@ def ready_forward(x: jax.Array) -> Call:
 
 
 def nnx_norm_forward(x: jax.Array) -> Call:
-    from nnx_norm import Normalizer
-
     return _module_forward(_folded(Normalizer(x.shape[1:]), x), x)
 
 

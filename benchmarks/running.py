@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.streams import FEATURES, Exact
+from nnx_norm import Normalizer
 
 Moments = tuple[np.ndarray, np.ndarray, float]
 
@@ -61,8 +62,6 @@ class ModuleStatistic(JaxStatistic):
 
 class NnxNorm(ModuleStatistic):
     def __init__(self) -> None:
-        from nnx_norm import Normalizer
-
         super().__init__(Normalizer(FEATURES))
 
     def preset(self, prior: Exact) -> None:
@@ -90,7 +89,7 @@ class NnxPpo(ModuleStatistic):
 
     def moments(self) -> Moments:
         module = self.module
-        mean, M2 = (np.float64(v.get_value()) for v in (module.mean, module.M2))
+        mean, M2 = (np.asarray(v.get_value(), float) for v in (module.mean, module.M2))
         count = float(module.counter.get_value())
         return mean, M2 / count, count
 
@@ -117,7 +116,7 @@ class Brax(JaxStatistic):
     def moments(self) -> Moments:
         count = int(self.state.count.hi) * 2**32 + int(self.state.count.lo)
         mean, M2 = (
-            np.float64(v) for v in (self.state.mean, self.state.summed_variance)
+            np.asarray(v, float) for v in (self.state.mean, self.state.summed_variance)
         )
         return mean, M2 / count, count
 
@@ -173,7 +172,8 @@ class Gymnasium(HostStatistic):
         self.peer.update(self.array(batch))
 
     def moments(self) -> Moments:
-        return np.float64(self.peer.mean), np.float64(self.peer.var), self.peer.count
+        peer = self.peer
+        return np.asarray(peer.mean, float), np.asarray(peer.var, float), peer.count
 
     def normalize(self, x: np.ndarray) -> np.ndarray:
         return (x - self.peer.mean) / np.sqrt(self.peer.var + 1e-8)

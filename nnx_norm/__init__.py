@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running statistics as Flax NNX modules: exact, mergeable, read-only forward."""
 
+from nnx_norm.combine import combine_moments
+from nnx_norm.interop import (
+    running_mean_std_from_state_dict,
+    running_mean_std_to_state_dict,
+)
+from nnx_norm.lazy import materialize_lazy_running_stats_from_state_dict
 from nnx_norm.modules import (
     Concat,
     Delay,
@@ -12,7 +18,10 @@ from nnx_norm.modules import (
 )
 from nnx_norm.moments import Moments
 from nnx_norm.normalizer import Normalizer
-from nnx_norm.rewards import RewardNormalizer, RunningReturn
+from nnx_norm.returns import RunningReturn
+from nnx_norm.reward_running_mean_std import RewardRunningMeanStd
+from nnx_norm.rewards import RewardNormalizer
+from nnx_norm.running_mean_std import RunningMeanStd
 from nnx_norm.statistics import NormalizerStatistics
 
 __all__ = [
@@ -24,8 +33,14 @@ __all__ = [
     "NormalizerStatistics",
     "Parallel",
     "RewardNormalizer",
+    "RewardRunningMeanStd",
+    "RunningMeanStd",
     "RunningReturn",
     "Sequential",
     "StatefulModule",
     "StatefulModuleOutput",
+    "combine_moments",
+    "materialize_lazy_running_stats_from_state_dict",
+    "running_mean_std_from_state_dict",
+    "running_mean_std_to_state_dict",
 ]

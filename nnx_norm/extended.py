@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def double() -> AbstractContextManager[Any]:
@@ -52,8 +53,10 @@ def spacing(value: jax.Array) -> jax.Array:
       >>> float(spacing(jnp.float32(2.0**24)))
       2.0
     """
-    magnitude = jnp.abs(value)
-    return jnp.nextafter(magnitude, jnp.full_like(magnitude, jnp.inf)) - magnitude
+    # Two to the exponent, times 2^-23. It is a step function: no gradient.
+    bits = lax.bitcast_convert_type(lax.stop_gradient(value), jnp.int32)
+    power = lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
+    return power * 2.0**-23
 
 
 def join(value: jax.Array, residual: jax.Array) -> jax.Array:
@@ -104,8 +107,9 @@ def residual_of(value: jax.Array, residual: jax.Array) -> jax.Array:
 def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Value and residual of a float64 array; the inverse of `join`.
 
-    Call it inside `double()`. `split(join(*split(x))) == split(x)` bit for bit. What
-    float32 can't hold becomes an infinite value with residual zero.
+    Call it inside `double()`. `split(join(*split(x))) == split(x)` bit for bit, but
+    for the sign of a zero. What float32 can't hold becomes an infinite value with
+    residual zero.
 
     Args:
       x: float64 array of any shape.

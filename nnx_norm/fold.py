@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from nnx_norm import distributed, moments
 from nnx_norm.extended import double, join, split
 from nnx_norm.moments import Moments
 from nnx_norm.reread import batch_sums
+from nnx_norm.samples import all_pair
 
 PyTree = Any
 
@@ -146,7 +148,11 @@ def lift(
     lead: int,
     skip: bool,
 ) -> Lifted:
-    """Moments of samples, taken about the running mean; call it inside `double()`."""
+    """Moments of samples, taken about the running mean; call it inside `double()`.
+
+    No gradient flows: what a loss depends on may be folded inside it.
+    """
+    history, running, weights = lax.stop_gradient((history, running, weights))
     b = batch_sums(
         history,
         lead,
@@ -170,9 +176,7 @@ def emit(
     """Moments of one batch `[*lead, *feat]`, for `fold_moments` to take later."""
     with double():
         running = joined(value, residual).moments
-        batch, _, skipped = lift(
-            jax.lax.stop_gradient(x), running, lead=lead, skip=skip
-        )
+        batch, _, skipped = lift(x, running, lead=lead, skip=skip)
         pairs = [split(mean) for mean in batch.mean]
         return Emitted(
             [mean for mean, _ in pairs],
@@ -218,7 +222,7 @@ def _step(
         )
     old = joined(value, residual)
     merged = moments.merge(_forget(old.moments, rule.decay), batch.moments)
-    new = separated(Statistics(*merged, old.skipped))
+    new = separated(lax.optimization_barrier(Statistics(*merged, old.skipped)))
 
     is_open = jnp.full((), True)
     if rule.max_count is not None:
@@ -243,6 +247,8 @@ def _forget(running: Moments, decay: float | None) -> Moments:
     return Moments(running.mean, M2, running.count * decay)
 
 
-def _all_finite(tree: PyTree) -> jax.Array:
-    leaves = [jnp.all(jnp.isfinite(v)) for v in jax.tree.leaves(tree)]
-    return jnp.all(jnp.stack(leaves))
+def _all_finite(statistics: Statistics) -> jax.Array:
+    """Whether means, M2s and the counter are finite."""
+    leaves = zip(statistics.mean, statistics.M2, strict=True)
+    held = [all_pair(jnp.isfinite(mean), jnp.isfinite(M2)) for mean, M2 in leaves]
+    return jnp.all(jnp.stack([*held, jnp.isfinite(statistics.counter)]))

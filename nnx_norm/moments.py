@@ -20,7 +20,7 @@ from jax import lax
 from nnx_norm import spec
 from nnx_norm.extended import double
 from nnx_norm.reread import BatchSums, batch_sums
-from nnx_norm.sums import align_leading
+from nnx_norm.samples import align_leading
 
 PyTree = Any
 P = ParamSpec("P")

@@ -15,9 +15,9 @@ from nnx_norm import arguments, fold, serialization, validation
 from nnx_norm.distributed import AxisName
 from nnx_norm.extended import residual_of
 from nnx_norm.modules import StatefulModule, StatefulModuleOutput
+from nnx_norm.samples import align_leading, deviation, float_dtype
 from nnx_norm.spec import Exclude, Match, parse
 from nnx_norm.statistics import RunningStatistics, variance_of
-from nnx_norm.sums import align_leading, deviation, float_dtype
 
 PyTree = Any
 
@@ -98,9 +98,9 @@ class Normalizer(RunningStatistics, StatefulModule):
           ValueError: An argument is out of range.
         """
         check = arguments.number
-        self.epsilon = check(epsilon, "epsilon", 0)
-        self.initial_std = check(initial_std, "initial_std", 0)
-        self.clip = None if clip is None else check(clip, "clip", 0, strict=True)
+        self.epsilon = arguments.positive(epsilon, "epsilon")
+        self.initial_std = arguments.positive(initial_std, "initial_std")
+        self.clip = None if clip is None else check(clip, "clip", 0, strict=False)
         self.max_count = None if max_count is None else check(max_count, "max_count", 0)
         self.decay = None if decay is None else check(decay, "decay", 0, 1)
         if decay is not None and max_count is not None:
@@ -198,7 +198,7 @@ class Normalizer(RunningStatistics, StatefulModule):
         if not samples:
             return
         mask = validation.mask_array(mask, lead)
-        weights = validation.weight_array(weights, lead)
+        weights = validation.weight_array(weights, lead, mask)
         old = self._statistics_here()
         if not self.frozen:
             step = partial(fold.fold_inputs, lead=len(lead), rule=self._rule)
@@ -210,7 +210,7 @@ class Normalizer(RunningStatistics, StatefulModule):
                 'emit="moments" keeps no axis of environments, so neither mask nor '
                 'weights can be applied; make the normalizer with emit="inputs".'
             )
-        emitted = validation.emitted(self.spec, history)
+        emitted = jax.lax.stop_gradient(validation.emitted(self.spec, history))
         old = self._statistics_here()
         if self.spec.kept and not self.frozen:
             self._write(*fold.fold_moments(*old, emitted, rule=self._rule))
@@ -219,9 +219,12 @@ class Normalizer(RunningStatistics, StatefulModule):
         if self.emit == "inputs":
             return match.replace([match.leaves[i] for i in match.kept], others=False)
         lead = validation.common_leading(self.spec, samples, "x")
-        emitted = fold.emit(
-            samples, *self._statistics_here(), lead=len(lead), skip=self._rule.skip
-        )
+        old = self._statistics_here()
+        if samples:
+            emitted = fold.emit(samples, *old, lead=len(lead), skip=self._rule.skip)
+        else:
+            nothing = jnp.zeros((), jnp.float32)
+            emitted = fold.Emitted([], [], [], nothing, nothing)
         return emitted.over(self.spec.unflatten)
 
     def _matched(self, x: PyTree, name: str) -> tuple[Match, list[jax.Array]]:
@@ -288,6 +291,7 @@ class Normalizer(RunningStatistics, StatefulModule):
         """
         settings = serialization.settings(d, (*SETTINGS, "exclude", "shape"))
         new = cls(serialization.shape_from_json(settings.pop("shape")), **settings)
+        new._add_members(np.shape(d["count"]) if "count" in d else ())
         new.load_dict(d)
         return new
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nnx_norm.sums import Sums, align_leading, float_dtype, sums
+from nnx_norm.samples import all_pair, float_dtype, total_pair
+from nnx_norm.slices import finite_in_slices
+from nnx_norm.sums import Sums, on_one_cpu, sums
 
 LOST = 2.5
 """Cancellation above which a batch is read again: `S2` over what it adds to M2."""
 
-READS = 2
-"""Further reads at most: about the midpoint if a sum was not finite, then the mean."""
+READS = 3
+"""Further reads at most: one if a sum was not finite, two to find a constant."""
 
 
 class BatchSums(NamedTuple):
@@ -47,6 +50,7 @@ class _Weight(NamedTuple):
     skipped: jax.Array
 
 
+@partial(jax.jit, static_argnames=("lead", "skip", "local"))
 def batch_sums(
     leaves: Sequence[jax.Array],
     lead: int,
@@ -56,17 +60,20 @@ def batch_sums(
     mask: jax.Array | None = None,
     weights: jax.Array | None = None,
     skip: bool = False,
+    local: bool | None = None,
 ) -> BatchSums:
     """Sums of deviations of a batch from a shift, read again only where needed.
 
     The first read is about `shift`. Where a sum is not finite, or the shift was so far
     from the batch's mean that the squares drown the variance, the batch is read again
-    about a better shift (the constant itself if a feature doesn't move, so that its
-    deviations are exactly zero). Call it inside `extended.double()`.
+    about a better shift. A feature that doesn't move then deviates from the float32
+    nearest to its mean by a few spacings, which add up exactly: its mean is the
+    constant and its M2 zero. Call it inside `extended.double()`.
 
     The second read is the body of a while loop of at most `READS` trips, not a
     `lax.cond`: mapped over seeds a cond becomes a select and runs both branches, and
     an unguarded loop body is hoisted, being invariant; the barrier prevents that.
+    Jitted, since a loop called eagerly is compiled anew by every call.
 
     Args:
       leaves: Arrays `[*lead, *feat]` of one batch.
@@ -78,6 +85,7 @@ def batch_sums(
       weights: Real array of such a shape. Negative and non-finite ones count as
         skipped.
       skip: Whether to leave out samples with a NaN or infinity in any leaf.
+      local: Whether the leaves lie whole on one CPU device; None finds out.
 
     Returns:
       The sums, about shifts of their own.
@@ -87,8 +95,8 @@ def batch_sums(
       >>> with double():
       ...     x = jnp.array([[1e6], [1e6 + 1], [jnp.nan]], jnp.float32)
       ...     b = batch_sums([x], 1, skip=True)
-      ...     [float(v[0]) for v in b.sums[0]], float(b.rows), float(b.skipped)
-      ([0.0, 0.5], 2.0, 1.0)
+      ...     float(b.sums[0].second[0]), float(b.rows), float(b.skipped)
+      (0.5, 2.0, 1.0)
     """
     floats = [float_dtype(x.dtype) for x in leaves]
     if shift is None:
@@ -96,9 +104,11 @@ def batch_sums(
             jnp.zeros(x.shape[lead:], f) for x, f in zip(leaves, floats, strict=True)
         ]
     shift = [s.astype(f) for s, f in zip(shift, floats, strict=True)]
+    if local is None:
+        local = on_one_cpu(*leaves)
+    read = partial(_read, leaves, lead, local=local)
     given = _read_weights(leaves[0].shape[:lead], mask, weights)
-    first = [sums(x, s, given.weight, lead) for x, s in zip(leaves, shift, strict=True)]
-    first = BatchSums(shift, first, given.count, given.rows, given.skipped)
+    first = read(shift, given, careful=False)
 
     def needed(state: tuple[jax.Array, BatchSums]) -> jax.Array:
         reads, batch = state
@@ -108,11 +118,34 @@ def batch_sums(
     def again(state: tuple[jax.Array, BatchSums]) -> tuple[jax.Array, BatchSums]:
         reads, batch = state
         data, reads = lax.optimization_barrier((list(leaves), reads))
-        batch = _read_again(data, lead, batch, given, skip)
+        counted = given
+        if skip:
+            counted = _leave_out(given, ~_finite_samples(data, lead, local))
+        shift = [
+            _better_shift(s, about, batch.count)
+            for s, about in zip(batch.sums, batch.shift, strict=True)
+        ]
+        batch = _read(data, lead, shift, counted, careful=True, local=local)
         return _varying_like_data((reads + 1, batch))
 
     start = _varying_like_data((jnp.zeros((), jnp.int32), first))
     return lax.while_loop(needed, again, start)[1]
+
+
+def _read(
+    leaves: Sequence[jax.Array],
+    lead: int,
+    shift: list[jax.Array],
+    given: _Weight,
+    *,
+    careful: bool,
+    local: bool,
+) -> BatchSums:
+    read = [
+        sums(x, s, given.weight, lead, careful=careful, local=local)
+        for x, s in zip(leaves, shift, strict=True)
+    ]
+    return BatchSums(shift, read, given.count, given.rows, given.skipped)
 
 
 def _read_weights(
@@ -132,7 +165,8 @@ def _read_weights(
     refused = ~valid if mask is None else ~valid & masks[0]
     for keep in (valid, *masks):
         weight = jnp.where(keep, weight, 0)
-    return _tally(weight, sizes, _times(refused, sizes))
+    skipped = _tally(refused, sizes, nothing).rows
+    return _tally(weight, sizes, skipped)
 
 
 def _over(weight: jax.Array, lead: int) -> jax.Array:
@@ -141,16 +175,14 @@ def _over(weight: jax.Array, lead: int) -> jax.Array:
 
 
 def _tally(weight: jax.Array, sizes: tuple[int, ...], skipped: jax.Array) -> _Weight:
-    rows = _times(weight.astype(jnp.bool_), sizes)
-    return _Weight(weight, _times(weight, sizes), rows, skipped)
-
-
-def _times(weight: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """float64 sum of weights; those of a prefix stand for several samples each."""
-    dtype = jnp.int32 if weight.dtype == jnp.bool_ else jnp.float64
-    total = jnp.sum(weight.astype(dtype)).astype(jnp.float64)
-    shape = (1,) * (len(sizes) - weight.ndim) + weight.shape
-    return total * math.prod(n for n, m in zip(sizes, shape, strict=True) if m == 1)
+    """Sums of weights; those of a prefix stand for several samples each."""
+    times = math.prod(
+        n for n, m in zip(sizes, weight.shape, strict=True) if m == 1 and n != 1
+    )
+    rows = weight.astype(jnp.bool_).astype(jnp.int32)
+    axes = tuple(range(weight.ndim))
+    count, rows = total_pair(weight.astype(jnp.float64), rows, axes)
+    return _Weight(weight, count * times, rows.astype(jnp.float64) * times, skipped)
 
 
 def _lost_digits(s: Sums, count: jax.Array, prior: jax.Array | float) -> jax.Array:
@@ -159,59 +191,50 @@ def _lost_digits(s: Sums, count: jax.Array, prior: jax.Array | float) -> jax.Arr
     within = jnp.maximum(s.second - s.first * delta, 0.0)
     both = count + prior
     between = delta**2 * (count * prior / jnp.where(both > 0, both, 1.0))
-    return ~jnp.all(s.second <= LOST * (within + between))  # NaN compares false
+    kept = s.second <= LOST * (within + between)  # NaN compares false
+    return ~all_pair(kept, jnp.isfinite(s.second))
 
 
-def _read_again(
-    leaves: list[jax.Array], lead: int, last: BatchSums, given: _Weight, skip: bool
-) -> BatchSums:
-    """One careful read: which samples count, a better shift, and the sums about it."""
-    weight, skipped = given.weight, given.skipped
-    if skip:
-        finite = _finite_samples(leaves, lead)
-        counted = finite if weight is None else finite & weight.astype(jnp.bool_)
-        left_out = ~finite if weight is None else ~finite & weight.astype(jnp.bool_)
-        skipped = skipped + _times(left_out, finite.shape)
-        if weight is None or weight.dtype == jnp.bool_:
-            weight = counted
-        else:
-            weight = jnp.where(counted, weight, 0)
-    tally = given if weight is None else _tally(weight, leaves[0].shape[:lead], skipped)
-    shift = [
-        _better_shift(x, s, about, weight, last.count, lead)
-        for x, s, about in zip(leaves, last.sums, last.shift, strict=True)
-    ]
-    again = [sums(x, s, weight, lead) for x, s in zip(leaves, shift, strict=True)]
-    return BatchSums(shift, again, tally.count, tally.rows, skipped)
+def _leave_out(given: _Weight, bad: jax.Array) -> _Weight:
+    """Weights without the bad samples `[*lead]`, which count as skipped."""
+    if given.weight is None:
+        weight = ~bad
+    else:
+        weight = jnp.where(bad, jnp.zeros_like(given.weight), given.weight)
+    kept = _tally(weight, bad.shape, given.skipped)
+    return kept._replace(skipped=given.skipped + (given.rows - kept.rows))
 
 
-def _finite_samples(leaves: list[jax.Array], lead: int) -> jax.Array:
+def _finite_samples(leaves: list[jax.Array], lead: int, local: bool) -> jax.Array:
     """Bool `[*lead]`: the samples that are finite in all features of all leaves."""
     finite = jnp.ones(leaves[0].shape[:lead], jnp.bool_)
     for x in leaves:
         if jnp.issubdtype(x.dtype, jnp.floating):
-            finite &= jnp.all(jnp.isfinite(x), axis=tuple(range(lead, x.ndim)))
+            finite &= finite_in_slices(x, lead) if local else _finite(x, lead)
     return finite
 
 
-def _better_shift(
-    x: jax.Array,
-    s: Sums,
-    shift: jax.Array,
-    weight: jax.Array | None,
-    count: jax.Array,
-    lead: int,
-) -> jax.Array:
-    """The mean by the last sums, kept within the samples; or their midpoint."""
-    axes = tuple(range(lead))
-    values = x.astype(shift.dtype)
-    counted = None if weight is None else align_leading(weight, x).astype(jnp.bool_)
-    low = jnp.min(values, axis=axes, initial=jnp.inf, where=counted)
-    high = jnp.max(values, axis=axes, initial=-jnp.inf, where=counted)
+def _finite(x: jax.Array, lead: int) -> jax.Array:
+    """Whether the largest and the smallest feature are: XLA fuses that everywhere."""
+
+    def largest(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+        return jnp.maximum(a[0], b[0]), jnp.maximum(a[1], b[1])  # NaN wins
+
+    least = jnp.asarray(-jnp.inf, x.dtype)
+    axes = tuple(range(lead, x.ndim))
+    high, low = lax.reduce((x, -x), (least, least), largest, axes)
+    none = jnp.asarray(bool(x.size), jnp.bool_)  # no feature at all: -inf, and finite
+    return ~none | (jnp.isfinite(high) & jnp.isfinite(low))
+
+
+def _better_shift(s: Sums, shift: jax.Array, count: jax.Array) -> jax.Array:
+    """The mean by the last sums, or the old shift again where they were not finite.
+
+    In float32 like the samples, so that the deviations of a constant are exact.
+    """
     mean = shift.astype(jnp.float64) + s.first / jnp.where(count > 0, count, 1.0)
-    mean = jnp.clip(mean.astype(shift.dtype), low, high)
-    better = jnp.where(jnp.isfinite(mean), mean, low / 2 + high / 2)
-    return jnp.where(jnp.isfinite(better), better, 0)  # no sample, or all of them bad
+    mean = mean.astype(shift.dtype)
+    return jnp.where(jnp.isfinite(mean), mean, shift)
 
 
 def _varying_like_data(

@@ -9,27 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from nnx_norm import arguments, fold, validation
 from nnx_norm.distributed import AxisName
 from nnx_norm.extended import double
+from nnx_norm.returns import RunningReturn
+from nnx_norm.samples import align_leading, float_dtype
 from nnx_norm.spec import parse
 from nnx_norm.statistics import RunningStatistics, variance_of
-from nnx_norm.sums import align_leading, float_dtype
 
 PyTree = Any
-
-
-class RunningReturn(nnx.Variable):
-    """Variable type of running returns: one per environment, sharded like them.
-
-    Example:
-      >>> state = nnx.state(RewardNormalizer(0.99, num_envs=4), RunningReturn)
-      >>> [leaf.shape for leaf in jax.tree.leaves(state)]
-      [(4,)]
-    """
 
 
 class RewardNormalizer(RunningStatistics):
@@ -90,12 +80,14 @@ class RewardNormalizer(RunningStatistics):
           ValueError: An argument is out of range.
         """
         check = arguments.number
-        self.gamma = check(gamma, "gamma", 0, 1, strict=True)
-        self.epsilon = check(epsilon, "epsilon", 0)
-        self.clip = None if clip is None else check(clip, "clip", 0, strict=True)
+        self.gamma = check(gamma, "gamma", 0, 1, strict=False)
+        self.epsilon = arguments.positive(epsilon, "epsilon")
+        self.clip = None if clip is None else check(clip, "clip", 0, strict=False)
         self.axis_name = arguments.axis_names(axis_name)
         self.nonfinite = arguments.choice(nonfinite, "nonfinite", "skip", "propagate")
         self._allocate(parse(shape))
+        if num_envs is not None:
+            num_envs = arguments.size(num_envs, "num_envs")
         self.running_return = RunningReturn(
             None if num_envs is None else self._no_returns(num_envs)
         )
@@ -115,17 +107,20 @@ class RewardNormalizer(RunningStatistics):
 
         Args:
           rewards: Tree of arrays `[T, B, *shape]`.
-          terminated: Bool array `[T, B]`: the step ended its episode.
-          truncated: Bool array `[T, B]`: the step was cut off by a limit.
+          terminated: Array `[T, B]` of bool, or of zeros and ones: the step ended its
+            episode.
+          truncated: Such an array: the step was cut off by a limit.
           mask: Bool array `[T, B]`. A masked step is as if absent (an autoreset's
             dummy step): neither its reward nor its ends are read.
 
         Raises:
-          TypeError: A reward is no number, or a flag isn't bool.
+          TypeError: A reward or flag is no number, or the mask isn't bool.
           ValueError: A shape doesn't fit, or `axis_name` isn't bound.
         """
         match = self.spec.match(rewards, "rewards")
         samples = validation.samples(self.spec, match, "rewards")
+        if not samples:
+            return
         lead = validation.leading(self.spec, samples, "rewards")
         if len(lead) != 2:
             raise ValueError(
@@ -135,15 +130,14 @@ class RewardNormalizer(RunningStatistics):
         done = validation.flags(terminated, lead, "terminated")
         if truncated is not None:
             done |= validation.flags(truncated, lead, "truncated")
-        valid = None if mask is None else validation.flags(mask, lead, "mask")
+        valid = validation.mask_array(mask, lead, prefix=False)
         old = self._statistics_here()
         if self.frozen:
             return
         rule = fold.Rule(skip=self.nonfinite == "skip", axis_name=self.axis_name)
         start = jax.tree.leaves(self._returns_of(lead[1]))
-        *new, returns = _fold_returns(
-            *old, start, samples, done, valid, gamma=self.gamma, rule=rule
-        )
+        read = lax.stop_gradient((start, samples, done, valid))
+        *new, returns = _fold_returns(*old, *read, gamma=self.gamma, rule=rule)
         self._write(*new)
         self.running_return.set_value(self.spec.unflatten(returns))
 

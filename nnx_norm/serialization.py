@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ import numpy as np
 
 from nnx_norm.arguments import float64_array
 from nnx_norm.fold import Statistics
+from nnx_norm.samples import align_leading
 from nnx_norm.spec import Leaf, Spec
-from nnx_norm.sums import align_leading
 from nnx_norm.tree import is_mapping, keys_of, path_name
 
-TREES = ("mean", "M2", "variance", "std")
+NODES = (["()"], ["[]"], ["{}"])
+"""Keys of the dicts that stand for other nodes in `shape_to_json`."""
 
 
 def exact(number: Any) -> Any:
@@ -62,16 +64,19 @@ def to_dict(
     out: dict[str, Any] = {}
     for name, leaves in trees.items():
         out |= {_key(name, spec, i): v for i, v in zip(spec.kept, leaves, strict=True)}
-    return out | {k: _plain(v) for k, v in others.items() if v is not None and v != ()}
+    return out | {k: _plain(v) for k, v in others.items() if _is_set(v)}
 
 
-def load_dict(spec: Spec, d: Any, like: Statistics) -> Statistics:
+def load_dict(
+    spec: Spec, d: Any, like: Statistics, *, finite: bool = True
+) -> Statistics:
     """The statistics in a dict that `to_dict` gave.
 
     Args:
       spec: What the normalizer was made for.
       d: Nested or flat dict, arrays or lists.
       like: Statistics whose shapes it must have.
+      finite: Whether to refuse NaN and infinity.
 
     Returns:
       Statistics of float64 NumPy arrays, lists of leaves for trees.
@@ -91,14 +96,13 @@ def load_dict(spec: Spec, d: Any, like: Statistics) -> Statistics:
     skipped = float64_array(
         d.get("skipped", np.zeros(like.skipped.shape)), like.skipped.shape, "skipped"
     )
-    mean = _leaves(spec, d, "mean", like.mean)
+    leaves = partial(_leaves, spec, d, finite=finite)
+    mean = leaves("mean", like.mean)
     if "M2" in d or any(k.startswith("M2/") for k in d) or not spec.kept:
-        M2 = _leaves(spec, d, "M2", like.M2, minimum=0.0)
+        M2 = leaves("M2", like.M2, minimum=0.0)
     else:  # other libraries store the variance
-        variances = _leaves(spec, d, "variance", like.M2, minimum=0.0)
+        variances = leaves("variance", like.M2, minimum=0.0)
         M2 = [v * align_leading(count, v) for v in variances]
-    if any(np.any((align_leading(count, v) == 0) & (v != 0)) for v in mean):
-        raise ValueError("count is 0 where mean is not: the state is torn.")
     return Statistics(mean, M2, count, skipped)
 
 
@@ -107,7 +111,9 @@ def _leaves(
     d: dict[str, Any],
     name: str,
     like: Sequence[Any],
+    *,
     minimum: float = -np.inf,
+    finite: bool,
 ) -> list[np.ndarray]:
     """The leaves of one tree, from the nested or the flat form."""
     found = _flatten({name: d[name]}) if name in d else {}
@@ -120,7 +126,7 @@ def _leaves(
         if key not in wanted and value is not None:
             raise ValueError(f"{key!r} is not in the spec: {spec.describe()}.")
     return [
-        float64_array(found[key], v.shape, key, minimum=minimum)
+        float64_array(found[key], v.shape, key, minimum=minimum, finite=finite)
         for key, v in zip(wanted, like, strict=True)
     ]
 
@@ -160,6 +166,10 @@ def _nest(spec: Spec, leaves: Sequence[Any]) -> Any:
     return root.get("", {})
 
 
+def _is_set(value: Any) -> bool:
+    return value is not None and not (isinstance(value, tuple) and not value)
+
+
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
@@ -184,7 +194,8 @@ def settings(d: Any, names: Sequence[str]) -> dict[str, Any]:
     if found.get("shape") is None:
         raise ValueError(
             "shape is missing: this is no dict of Normalizer.to_dict, or one of a tree "
-            "with dataclasses or named tuples. Make a Normalizer for it and load_dict."
+            "with dataclasses, named tuples or keys that are no str. Make a Normalizer "
+            "for it and load_dict."
         )
     return {k: v for k, v in found.items() if v is not None}
 
@@ -192,7 +203,8 @@ def settings(d: Any, names: Sequence[str]) -> dict[str, Any]:
 def shape_to_json(spec: Spec) -> str | None:
     """A spec's tree of shapes as JSON text; None if it holds nodes of other classes.
 
-    Tuples and lists are written `{"()": [...]}` and `{"[]": [...]}`.
+    Tuples and lists are written `{"()": [...]}` and `{"[]": [...]}`, and a dict with
+    such a key as `{"{}": {...}}`.
     """
 
     def write(node: Any) -> Any:
@@ -201,7 +213,8 @@ def shape_to_json(spec: Spec) -> str | None:
         if isinstance(node, Leaf):
             return list(node.shape)
         if type(node) is dict and all(isinstance(k, str) for k in node):
-            return {k: write(v) for k, v in node.items()}
+            written = {k: write(v) for k, v in node.items()}
+            return {"{}": written} if list(node) in NODES else written
         if type(node) in (tuple, list):
             return {"()" if type(node) is tuple else "[]": [write(v) for v in node]}
         raise TypeError(f"a {type(node).__name__} can't be written as JSON")
@@ -217,8 +230,10 @@ def shape_from_json(text: str) -> Any:
     """The `shape` argument that `shape_to_json` wrote down."""
 
     def read(node: Any) -> Any:
-        if isinstance(node, dict) and list(node) in (["()"], ["[]"]):
+        if isinstance(node, dict) and list(node) in NODES:
             ((kind, children),) = node.items()
+            if kind == "{}":
+                return {k: read(v) for k, v in children.items()}
             return (tuple if kind == "()" else list)(read(v) for v in children)
         if isinstance(node, dict):
             return {k: read(v) for k, v in node.items()}

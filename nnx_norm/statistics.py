@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.tree_util import keystr
 
-from nnx_norm import serialization
+from nnx_norm import arguments, serialization
 from nnx_norm.arguments import float64_array
 from nnx_norm.extended import double, join
 from nnx_norm.fold import Statistics, separated
+from nnx_norm.samples import align_leading
 from nnx_norm.serialization import exact
 from nnx_norm.spec import Spec
-from nnx_norm.sums import align_leading
 
 PyTree = Any
 
@@ -45,6 +45,8 @@ class RunningStatistics(nnx.Module):
       frozen: Whether folding is off.
     """
 
+    nonfinite: str
+
     def _allocate(self, spec: Spec) -> None:
         """Create the Variables for no sample."""
         self.spec = spec
@@ -55,6 +57,11 @@ class RunningStatistics(nnx.Module):
         self.counter = NormalizerStatistics(value.counter)
         self.skipped = NormalizerStatistics(value.skipped)
         self.residual = NormalizerStatistics(self._empty()._asdict())
+
+    def _add_members(self, members: tuple[int, ...]) -> None:
+        """Give fresh statistics the axes of a population in front, as nnx.vmap does."""
+        zeros = jax.tree.map(lambda v: jnp.zeros(members + v.shape), self._read())
+        self._write(*zeros)
 
     def _empty(self) -> Statistics:
         def leaves() -> PyTree:
@@ -92,7 +99,8 @@ class RunningStatistics(nnx.Module):
                 f"{self.spec.features}. With a member axis in front, call a population "
                 "under nnx.vmap; otherwise they were set or restored from elsewhere."
             )
-        return value, residual
+        # Constants to every gradient, also where the whole module is differentiated.
+        return jax.lax.stop_gradient((value, residual))
 
     def _write(self, value: Statistics, residual: Statistics) -> None:
         tree = self.spec.unflatten
@@ -111,6 +119,7 @@ class RunningStatistics(nnx.Module):
 
     def _store64(self, statistics: Statistics) -> None:
         """Write float64 statistics into buffers of our own, placed like the old."""
+        arguments.refuse_torn(self.spec, *statistics.moments)
         with double():
             new = separated(
                 jax.tree.map(lambda v: jnp.asarray(v, jnp.float64), statistics)
@@ -158,14 +167,23 @@ class RunningStatistics(nnx.Module):
           other: Normalizer of the same structure and shapes.
 
         Raises:
+          TypeError: `other` is something else.
           ValueError: The structure or a shape differs.
         """
+        if not isinstance(other, RunningStatistics):
+            raise TypeError(
+                f"copy_from got {type(other).__name__}; expected a normalizer."
+            )
         ours, theirs = self._read(), other._read()
         same = self.spec.unflatten(ours[0].mean), other.spec.unflatten(theirs[0].mean)
-        shapes = [jax.tree.map(jnp.shape, tree) for tree in same]
-        if shapes[0] != shapes[1]:
+        structures = [jax.tree.structure(tree) for tree in same]
+        shapes = [
+            jax.tree.map(jnp.shape, leaves.mean) for leaves in (ours[0], theirs[0])
+        ]
+        if structures[0] != structures[1] or shapes[0] != shapes[1]:
             raise ValueError(
-                f"copy_from got statistics of shapes {shapes[1]}; expected {shapes[0]}."
+                f"copy_from got the statistics of {other.spec.describe()} with the "
+                f"shapes {shapes[1]}; expected {self.spec.describe()} with {shapes[0]}."
             )
         self._write(*jax.tree.map(jnp.copy, theirs))
 
@@ -173,13 +191,15 @@ class RunningStatistics(nnx.Module):
         """Set the statistics, for a warm start: a prior, or an earlier stage's.
 
         Args:
-          mean: Tree of arrays `[*feat]`, or one number for every feature. Digits of
-            float64 NumPy arrays are kept.
+          mean: Tree of arrays or lists `[*feat]`, or one number for every feature.
+            Digits of float64 NumPy arrays are kept.
           variance: The same, not negative.
-          count: Number of samples that these stand for, not negative.
+          count: Number of samples that these stand for, not negative; of a
+            population one number for all, or one each.
 
         Raises:
-          ValueError: A structure or shape differs, or a value is out of range.
+          ValueError: A structure or shape differs, or a value is out of range;
+            nothing has changed then.
 
         Example:
           >>> from nnx_norm import Normalizer
@@ -190,31 +210,15 @@ class RunningStatistics(nnx.Module):
           (12, [1.0], [32.0])
         """
         value, residual = self._read()
-        n = float64_array(count, value.counter.shape, "count", minimum=0.0)
-        means = self._filled(mean, value.mean, "mean")
-        variances = self._filled(variance, value.mean, "variance", minimum=0.0)
-        known = [m for m in (n, *means) if isinstance(m, np.ndarray)]
-        if not np.all(known[:1]) and any(np.any(m) for m in known[1:]):
-            raise ValueError(
-                "count is 0 but the mean is not: without samples there is no mean. "
-                "Give the count that mean and variance stand for."
-            )
+        shapes, shape = [v.shape for v in value.mean], value.counter.shape
+        filled = partial(arguments.float64_leaves, self.spec, shapes)
+        n = float64_array(count, shape, "count", fill=True, minimum=0.0)
+        means = filled(mean, "mean")
+        variances = filled(variance, "variance", minimum=0.0)
         with double():
             M2 = [v * align_leading(n, v) for v in variances]
             skipped = join(value.skipped, residual.skipped)
         self._store64(Statistics(means, M2, n, skipped))
-
-    def _filled(
-        self, tree: PyTree, like: list[Any], name: str, minimum: float = -np.inf
-    ) -> list[Any]:
-        """Float64 leaves out of a tree of them, or of one scalar for all."""
-        scalar = jax.tree_util.all_leaves([tree]) and np.ndim(tree) == 0
-        leaves = [tree] * len(like) if scalar else self.spec.flatten(tree, name)
-        where = [f"{name}{keystr(self.spec.paths[i])}" for i in self.spec.kept]
-        return [
-            float64_array(leaf, v.shape, at, fill=scalar, minimum=minimum)
-            for leaf, v, at in zip(leaves, like, where, strict=True)
-        ]
 
     def to_dict(self, flat: bool = False) -> dict[str, Any]:
         """The statistics in full precision, and the settings, for NumPy or JSON.
@@ -261,7 +265,8 @@ class RunningStatistics(nnx.Module):
             has changed then.
         """
         value, _ = self._read()
-        self._store64(serialization.load_dict(self.spec, d, value))
+        finite = self.nonfinite == "skip"  # others may have let a NaN in
+        self._store64(serialization.load_dict(self.spec, d, value, finite=finite))
 
     def _settings(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -281,4 +286,5 @@ def _placed_like(new: jax.Array, old: jax.Array) -> jax.Array:
     """`new` with the sharding of `old`, where both are concrete."""
     if isinstance(new, Tracer) or isinstance(old, Tracer):
         return new
-    return jax.device_put(new, old.sharding)
+    # A restored state may hold NumPy arrays: then there is nowhere to put it.
+    return jax.device_put(new, getattr(old, "sharding", None))

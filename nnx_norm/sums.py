@@ -5,11 +5,16 @@ For samples $x_i$ with weights $w_i$ and a shift $s$,
 
 $$S_1 = \sum w_i (x_i - s), \qquad S_2 = \sum w_i (x_i - s)^2 .$$
 
-About a shift near the mean the two lose no digits to an offset. Each is one native
-reduction that XLA spreads over the cores; the shift of the second goes through an
-optimization barrier, since a difference shared by two reductions is materialised, at
-the history's size, by XLA's CPU compiler. No reshape: flattening a sharded `[T, B]`
-makes XLA gather the history on every device.
+About a shift near the mean the two lose no digits to an offset. There are three ways
+to read, none of which materialises anything of the history's size:
+
+- A batch that lies whole on one CPU device: one loop over slices, see `slices`.
+- Anything else: two native reductions, which XLA splits over devices (no reshape:
+  flattening a sharded `[T, B]` makes XLA gather it) and fuses into one read on
+  accelerators. On CPU a term shared by both would be materialised, so the second
+  reads through an optimization barrier, and a select would be too, so a weight of
+  zero multiplies; should a NaN stand there, the careful read follows.
+- The careful read of such a batch: one reduction of two operands in float64.
 """
 
 from __future__ import annotations
@@ -19,6 +24,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
+from jax.sharding import AxisType
+
+from nnx_norm.samples import align_leading, deviation, total_pair
+from nnx_norm.slices import sums_in_slices
+
+FUSED_ON_CPU = (jnp.float32, jnp.float64, jnp.uint8, jnp.int8, jnp.bool_)
+"""What XLA's CPU compiler converts inside a native reduction; it writes others down."""
 
 
 class Sums(NamedTuple):
@@ -28,55 +41,49 @@ class Sums(NamedTuple):
     second: jax.Array
 
 
-def float_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype that samples of `dtype` are computed in: float32, or float64.
+def on_one_cpu(*arrays: jax.Array) -> bool:
+    """Whether arrays are known to lie whole on one CPU device.
 
     Args:
-      dtype: Dtype of the samples.
+      *arrays: Concrete or traced arrays. What is traced under a jit may be sharded
+        unless there is only one device, or `shard_map` or `pmap` has cut it already.
 
     Returns:
-      float64 for 64-bit samples, else float32.
+      True if they are, False if that can't be known.
 
     Example:
-      >>> float_dtype(jnp.float16), float_dtype(jnp.uint8)
-      (dtype('float32'), dtype('float32'))
+      >>> on_one_cpu(jnp.ones(3))
+      True
     """
-    return jnp.dtype(jnp.float64 if jnp.dtype(dtype).itemsize == 8 else jnp.float32)
+    if any(isinstance(x, Tracer) for x in arrays):
+        kinds = jax.sharding.get_abstract_mesh().axis_types
+        cut = bool(kinds) and all(kind == AxisType.Manual for kind in kinds)
+        return jax.default_backend() == "cpu" and (cut or jax.device_count() == 1)
+    devices = set().union(*(x.sharding.device_set for x in arrays))
+    return len(devices) <= 1 and all(device.platform == "cpu" for device in devices)
 
 
-def deviation(x: jax.Array, shift: jax.Array) -> jax.Array:
-    """`x - shift` in float32 or better, exact for integers of 32 bits too.
-
-    Args:
-      x: Samples `[..., *feat]` of any real dtype.
-      shift: float32 array `[*feat]`.
-
-    Returns:
-      float array of the shape of `x`.
-
-    Example:
-      >>> float(deviation(jnp.int32(2**30 + 1), jnp.float32(2**30)))
-      1.0
-    """
-    dtype = float_dtype(x.dtype)
-    shift = shift.astype(dtype)
-    if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 4:
-        low = x & jnp.asarray(0xFFF, x.dtype)  # both parts fit in 24 bits
-        return ((x - low).astype(dtype) - shift) + low.astype(dtype)
-    return x.astype(dtype) - shift
-
-
-def sums(x: jax.Array, shift: jax.Array, weight: jax.Array | None, lead: int) -> Sums:
+def sums(
+    x: jax.Array,
+    shift: jax.Array,
+    weight: jax.Array | None,
+    lead: int,
+    *,
+    careful: bool = False,
+    local: bool | None = None,
+) -> Sums:
     """Sums of deviations of `x` from `shift` over its `lead` leading axes.
 
     Call it inside `extended.double()`.
 
     Args:
       x: Samples `[*lead, *feat]` of any real dtype.
-      shift: float32 array `[*feat]`.
-      weight: None, or bool or float weights broadcastable to `[*lead]`. A sample of
-        weight zero is not looked at: NaN there does not leak.
+      shift: Float array `[*feat]`.
+      weight: None, or bool or float weights broadcastable to `[*lead]`.
       lead: Number of leading axes.
+      careful: Whether to compute in float64 from the start, and not to look at
+        samples of weight zero: otherwise a NaN there may show as a NaN.
+      local: Whether `x` lies whole on one CPU device; None finds out.
 
     Returns:
       `Sums` of float64 arrays `[*feat]`.
@@ -88,37 +95,37 @@ def sums(x: jax.Array, shift: jax.Array, weight: jax.Array | None, lead: int) ->
       ...     [v.tolist() for v in sums(x, jnp.array([2.0, 20.0]), None, 1)]
       [[0.0, 0.0], [2.0, 200.0]]
     """
-    axes = tuple(range(lead))
+    if on_one_cpu(x) if local is None else local:
+        return Sums(*sums_in_slices(x, shift, weight, lead, careful=careful))
+    fused = jax.default_backend() != "cpu" or x.dtype in FUSED_ON_CPU
+    read = _native if fused and not careful else _careful
+    return read(x, shift, weight, lead)
 
-    def deviations(shift: jax.Array) -> jax.Array:
+
+def _native(
+    x: jax.Array, shift: jax.Array, weight: jax.Array | None, lead: int
+) -> Sums:
+    """Two reductions in the dtype that samples are computed in."""
+
+    def weighted(square: bool, x: Any, shift: Any, weight: Any) -> jax.Array:
         d = deviation(x, shift)
-        if weight is None:
-            return d
-        return jnp.where(align_leading(weight, x).astype(jnp.bool_), d, 0)
+        w = 1 if weight is None else align_leading(weight, x).astype(d.dtype)
+        term = (w * d) * d if square else w * d  # w first: a zero forestalls overflow
+        return jnp.sum(term, axis=tuple(range(lead))).astype(jnp.float64)
 
-    def weighted(v: jax.Array) -> jax.Array:
-        if weight is None or weight.dtype == jnp.bool_:
-            return v
-        return v * align_leading(weight, x).astype(v.dtype)
-
-    again = lax.optimization_barrier(shift)
-    first = jnp.sum(weighted(deviations(shift)), axis=axes)
-    second = jnp.sum(weighted(jnp.square(deviations(again))), axis=axes)
-    return Sums(first.astype(jnp.float64), second.astype(jnp.float64))
+    read = (x, shift, weight)
+    again = lax.optimization_barrier(read) if jax.default_backend() == "cpu" else read
+    return Sums(weighted(False, *read), weighted(True, *again))
 
 
-def align_leading(leading: Any, leaf: Any) -> Any:
-    """An array over leading axes, with axes of size 1 for the others of `leaf`.
+def _careful(
+    x: jax.Array, shift: jax.Array, weight: jax.Array | None, lead: int
+) -> Sums:
+    """One reduction of two operands in float64, slow and sure."""
+    d = x.astype(jnp.float64) - shift.astype(jnp.float64)
+    if weight is not None:
+        weight = align_leading(weight, x)
+        d = jnp.where(weight.astype(jnp.bool_), d, 0.0)
+    w = 1.0 if weight is None else weight.astype(jnp.float64)
 
-    Args:
-      leading: Array `[*lead]` of NumPy or JAX, such as weights of samples.
-      leaf: Array `[*lead, *feat]`.
-
-    Returns:
-      The array shaped to broadcast against `leaf`.
-
-    Example:
-      >>> align_leading(jnp.ones(4), jnp.ones((4, 3, 2))).shape
-      (4, 1, 1)
-    """
-    return leading.reshape(leading.shape + (1,) * (leaf.ndim - leading.ndim))
+    return Sums(*total_pair(w * d, w * d * d, tuple(range(lead))))

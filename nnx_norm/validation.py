@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.tree_util import keystr
 
 from nnx_norm.fold import Emitted
+from nnx_norm.samples import align_leading
 from nnx_norm.spec import Match, Spec, refuse_dtype
 
 
@@ -162,12 +163,15 @@ def emitted(spec: Spec, history: Any) -> Emitted:
     return flat
 
 
-def mask_array(mask: Any, lead: tuple[int, ...]) -> jax.Array | None:
+def mask_array(
+    mask: Any, lead: tuple[int, ...], *, prefix: bool = True
+) -> jax.Array | None:
     """A bool mask over the leading axes or a leading prefix of them.
 
     Args:
       mask: None or an array of bool.
       lead: The leading axes of the history.
+      prefix: Whether a leading prefix of them is enough.
 
     Returns:
       The mask as an array.
@@ -180,11 +184,12 @@ def mask_array(mask: Any, lead: tuple[int, ...]) -> jax.Array | None:
         return None
     array = as_array(mask, "mask")
     if array.dtype != jnp.bool_:
+        also = ", or pass real numbers as weights=." if prefix else "."
         raise TypeError(
-            f"mask has dtype {array.dtype}; expected bool. Write mask.astype(bool), or "
-            "pass real numbers as weights=."
+            f"mask has dtype {array.dtype}; expected bool. Write mask.astype(bool)"
+            + also
         )
-    _refuse_shape(array, lead, "mask")
+    _refuse_shape(array, lead, "mask", prefix)
     return array
 
 
@@ -213,12 +218,15 @@ def flags(value: Any, lead: tuple[int, ...], name: str) -> jax.Array:
     return array.astype(jnp.bool_)
 
 
-def weight_array(weights: Any, lead: tuple[int, ...]) -> jax.Array | None:
+def weight_array(
+    weights: Any, lead: tuple[int, ...], mask: jax.Array | None = None
+) -> jax.Array | None:
     """Non-negative weights over the leading axes or a leading prefix of them.
 
     Args:
       weights: None or an array of real numbers.
       lead: The leading axes of the history.
+      mask: None or a mask over a prefix: weights are not looked at elsewhere.
 
     Returns:
       The weights as a float array.
@@ -234,19 +242,30 @@ def weight_array(weights: Any, lead: tuple[int, ...]) -> jax.Array | None:
     if array.dtype == jnp.bool_:
         raise TypeError("weights has dtype bool; expected numbers. Pass it as mask=.")
     _refuse_shape(array, lead, "weights")
-    if not isinstance(array, Tracer) and array.is_fully_addressable:
-        if not np.all(np.isfinite(array) & (np.asarray(array) >= 0)):
+    if _readable(array) and (mask is None or _readable(mask)):
+        refused = ~(np.isfinite(array) & (np.asarray(array) >= 0))
+        if mask is not None:  # either may have axes that the other lacks
+            counts = np.asarray(mask)
+            refused = align_leading(refused, mask) & align_leading(counts, array)
+        if np.any(refused):
             raise ValueError(
                 "weights holds negative or non-finite values; expected weights >= 0."
             )
     return array.astype(jnp.float32)
 
 
-def _refuse_shape(array: jax.Array, lead: tuple[int, ...], name: str) -> None:
-    if not array.ndim or array.shape != lead[: array.ndim]:
+def _readable(array: jax.Array) -> bool:
+    return not isinstance(array, Tracer) and array.is_fully_addressable
+
+
+def _refuse_shape(
+    array: jax.Array, lead: tuple[int, ...], name: str, prefix: bool = True
+) -> None:
+    if array.shape != (lead[: array.ndim] if prefix and array.ndim else lead):
+        also = " or a leading prefix of them" if prefix else ""
         raise ValueError(
             f"{name} has shape {array.shape}; expected the leading axes {lead} of the "
-            "history or a leading prefix of them, usually (T, B)."
+            f"history{also}, usually (T, B)."
         )
 
 

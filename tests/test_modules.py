@@ -269,6 +269,19 @@ def test_losses_add_up_to_strong_float32(name):
     x = {"a": batch(), "b": batch()} if name == "Concat" else batch()
     loss = net(net.initialize_state(B), x).regularization_loss
     assert (loss.shape, loss.dtype, loss.weak_type) == ((), jnp.float32, False)
+
+
+def test_losses_per_environment_and_of_other_dtypes_add_up():
+    class Half(Duck):
+        def __call__(self, state, x, rollout_extras=None):
+            out = super().__call__(state, x, rollout_extras)
+            out.regularization_loss = jnp.bfloat16(2)
+            return out
+
+    net = Sequential([Memory(), Half()])
+    loss = net(net.initialize_state(B), batch()).regularization_loss
+    assert_same(loss, batch()[:, 0] + 2)
+    assert loss.dtype == jnp.float32
     both = Parallel(one=Memory(), two=Memory())
     out = both(both.initialize_state(B), batch())
     assert_same(out.regularization_loss, 2 * batch()[:, 0])
@@ -910,7 +923,7 @@ def test_delay_refuses_what_is_no_number_of_steps(k, error):
     ],
 )
 def test_delay_refuses_an_initial_value_that_does_not_fit(dtype, value):
-    sample = {"fine": jnp.zeros((0,), jnp.bfloat16), "odd": jnp.zeros(F, dtype)}
+    sample = {"fine": jnp.zeros((0,), jnp.bfloat16), "odd": np.zeros(F, dtype)}
     with pytest.raises(ValueError, match=r"sample_input\['odd'\].*initial_value"):
         Delay(sample, 1, initial_value=value)
 
@@ -935,6 +948,15 @@ def test_delay_keeps_an_initial_value_that_fits(dtype, value):
     assert state["buffer"].dtype == dtype
     np.testing.assert_array_equal(state["buffer"], expected)
     np.testing.assert_array_equal(delay.reset_state(state)["buffer"], expected)
+
+
+def test_delay_judges_an_initial_value_by_the_dtype_that_jax_keeps():
+    sample = np.zeros(F)  # float64, which a buffer has only in 64-bit mode
+    with pytest.raises(ValueError, match="dtype float32, which can't hold"):
+        Delay(sample, 1, initial_value=1e300)
+    with jax.enable_x64(True):
+        state = Delay(sample, 1, initial_value=1e300).initialize_state(B)
+        assert float(state["buffer"].max()) == 1e300
 
 
 @pytest.mark.parametrize("value", ["0", [0.0], None, jnp.zeros(2), 1j])

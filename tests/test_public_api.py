@@ -3,6 +3,7 @@
 
 import ast
 import doctest
+import functools
 import graphlib
 import importlib
 import inspect
@@ -83,6 +84,7 @@ def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
             yield from runtime_nodes(child)
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Dotted names of the modules that a file imports when it runs."""
     package = ["nnx_norm", *path.relative_to(PACKAGE).parts[:-1]]
@@ -104,6 +106,7 @@ def own(path: Path) -> set[str]:
     return {parts[1] for parts in found if parts[0] == "nnx_norm" and len(parts) > 1}
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """For each core file the core files that it imports."""
     modules = {p.stem for p in CORE}

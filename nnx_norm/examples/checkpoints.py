@@ -2,6 +2,7 @@
 """The whole state of a training run on disk, written by Orbax."""
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ class Saved(NamedTuple):
     """What a checkpoint holds."""
 
     position: int
-    learner: dict[str, np.ndarray]
+    learners: dict[str, np.ndarray]
     histories: dict[str, dict[str, np.ndarray]]
     about: dict[str, Any]
 
@@ -31,6 +32,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path):
+        # Orbax tells of every save and restore.
         logging.getLogger("absl").setLevel(logging.ERROR)
         self.directory = Path(directory).absolute()
         self._manager = ocp.CheckpointManager(
@@ -53,7 +55,7 @@ class Checkpoints:
         """Writes a checkpoint and forgets the oldest beyond `KEPT`."""
         if saved.position in self._manager.all_steps():
             return  # stopped right after this very state was saved
-        state = {"learner": saved.learner, "histories": saved.histories}
+        state = {"learners": saved.learners, "histories": saved.histories}
         self._manager.save(
             saved.position,
             args=ocp.args.Composite(
@@ -68,7 +70,8 @@ class Checkpoints:
                 return self._read(position)
             except Exception as error:  # whatever a damaged file makes Orbax say
                 first_line = str(error).partition("\n")[0]
-                print(f"checkpoint {position} is damaged, going back: {first_line}")
+                told = f"checkpoint {position} is damaged, going back: {first_line}"
+                print(told, file=sys.stderr)
                 self._manager.delete(position)
         return None
 
@@ -83,7 +86,7 @@ class Checkpoints:
             ),
         )
         state = read["state"]
-        return Saved(position, state["learner"], state["histories"], read["about"])
+        return Saved(position, state["learners"], state["histories"], read["about"])
 
 
 def to_arrays(tree: Any) -> dict[str, np.ndarray]:

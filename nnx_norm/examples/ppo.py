@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a PPO agent with and without normalization, and shows the difference.
 
-python -m nnx_norm.examples.ppo
-python -m nnx_norm.examples.ppo --env Pendulum --compare
-python -m nnx_norm.examples.ppo --env fast --normalize obs
+Such as `python -m nnx_norm.examples.ppo`, or with `--env Pendulum --compare`, or with
+`--env fast --normalize obs`; `--help` lists all.
 """
 
 import argparse
 import dataclasses
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nnx_norm.examples.training import Settings
 
 VARIANTS = ("none", "obs", "reward", "obs+reward")
-QUICK = {"seeds": 3, "steps": 100_000}
+QUICK = {"seeds": 3, "steps": 80_000}
 
 
 class Refused(Exception):
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Trains what the options ask for and reports it."""
-    from nnx_norm.examples import environments, report
+    from nnx_norm.examples import catalogue, report
     from nnx_norm.examples.progress import Progress
     from nnx_norm.examples.training import Interrupted, train
 
@@ -55,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         settings = decide_settings(options, saves)
-        environment = environments.make(settings.env, settings.scale)
-    except (environments.Unavailable, OSError) as error:
+        environment = catalogue.make(settings.env, settings.scale)
+    except (catalogue.Unavailable, OSError) as error:
         raise Refused(str(error)) from None
     progress = Progress(settings.hyper("").steps_per_iteration * settings.seeds)
     try:
@@ -100,7 +100,7 @@ def decide_settings(
     options: argparse.Namespace, saves: "Checkpoints | None"
 ) -> "Settings":
     """A checkpoint's settings, or else what was asked for, filled with defaults."""
-    from nnx_norm.examples import environments
+    from nnx_norm.examples import catalogue
     from nnx_norm.examples.training import Settings
 
     fields = {field.name for field in dataclasses.fields(Settings)}
@@ -110,7 +110,7 @@ def decide_settings(
     }
     given = {name: value for name, value in given.items() if name in fields}
     if "env" in given:
-        given["env"] = environments.find(given["env"])
+        given["env"] = catalogue.find(given["env"])
     variants = chosen_variants(options)
     if variants:
         given["variants"] = variants
@@ -145,9 +145,12 @@ def farewell(options: argparse.Namespace) -> str:
     """What to say after Ctrl-C."""
     if options.checkpoint is None:
         return "stopped; nothing was saved (--checkpoint DIR would)"
+    directory, out = (
+        shlex.quote(str(path)) for path in (options.checkpoint, options.out)
+    )
     return (
-        f"stopped and saved; continue with: python -m nnx_norm.examples.ppo "
-        f"--checkpoint {options.checkpoint} --resume --out {options.out}"
+        "stopped and saved; continue with: python -m nnx_norm.examples.ppo "
+        f"--checkpoint {directory} --resume --out {out}"
     )
 
 
@@ -178,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--steps",
         type=positive(int_of_float),
-        help="environment steps for each variant and seed (default: 300000)",
+        help="environment steps for each variant and seed (default: 150000)",
     )
     add("--epochs", type=positive(int), help="passes over each rollout (default: 4)")
     add("--learning-rate", type=positive(float), help="of Adam (default: 3e-4)")
@@ -189,7 +192,7 @@ def parser() -> argparse.ArgumentParser:
         help="factors for the observation's features, such as 1,1,57.3 for Pendulum "
         "with its velocity in degrees",
     )
-    add("--quick", action="store_true", help="3 seeds and 100000 steps: a first look")
+    add("--quick", action="store_true", help="3 seeds and 80000 steps: a first look")
     add(
         "--out",
         type=Path,

@@ -35,8 +35,9 @@ class Progress:
     def training(self, variant: str, total: int, done: int) -> None:
         """Compiled; `done` of `total` iterations lie behind already."""
         took = time.perf_counter() - self._compiling_since
-        self._say(f"{variant}: compiled in {took:.1f} s")
-        self._variant, self._total, self._first, self._done = variant, total, done, done
+        self._say(f"{variant}: compiled and took the first step in {took:.1f} s")
+        self._variant, self._total, self._done = variant, total, done
+        self._first = done + 1  # its time went into compiling
         self._started = time.perf_counter()
         if self._file.isatty():
             self._bar = tqdm(

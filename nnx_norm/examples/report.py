@@ -13,8 +13,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nnx_norm.examples.algorithm import Hyperparameters
 from nnx_norm.examples.environments import Environment
+from nnx_norm.examples.learner import Hyperparameters
 from nnx_norm.examples.training import History, Settings
 
 # Okabe and Ito's colours, told apart by every kind of eye; lines differ as well.
@@ -62,7 +62,7 @@ def table(
 
 def title(settings: Settings, environment: Environment) -> str:
     """What was trained, for how long, how often."""
-    steps = settings.iterations * Hyperparameters().steps_per_iteration
+    steps = steps_so_far(settings)[-1]
     seeds = "1 seed" if settings.seeds == 1 else f"{settings.seeds} seeds"
     scale = ""
     if settings.scale:
@@ -77,12 +77,13 @@ def numbers(
     seconds: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
     """Everything measured, ready for JSON. Only `seconds` differs between reruns."""
-    per_step = Hyperparameters().steps_per_iteration
+    hyper = dataclasses.asdict(settings.hyper(""))
+    del hyper["normalize"]  # each variant's own
     return {
         "settings": dataclasses.asdict(settings),
-        "hyperparameters": dataclasses.asdict(settings.hyper("")) | {"normalize": None},
+        "hyperparameters": hyper,
         "features": environment.features,
-        "steps": [per_step * (i + 1) for i in range(settings.iterations)],
+        "steps": steps_so_far(settings).tolist(),
         "variants": {
             variant: {
                 "final": plain(final_returns(history)),
@@ -229,9 +230,14 @@ def draw_seeds(
 
 
 def steps_axis(settings: Settings) -> tuple[np.ndarray, str]:
-    """Environment steps at the end of each iteration, in a handy unit."""
-    per_step = Hyperparameters().steps_per_iteration
-    steps = per_step * np.arange(1, settings.iterations + 1)
+    """`steps_so_far` in a handy unit, and its name."""
+    steps = steps_so_far(settings)
     if steps[-1] >= 2_000_000:
         return steps / 1e6, "environment steps (millions)"
     return steps / 1e3, "environment steps (thousands)"
+
+
+def steps_so_far(settings: Settings) -> np.ndarray:
+    """Environment steps of each seed at the end of each iteration."""
+    per_iteration = Hyperparameters().steps_per_iteration
+    return per_iteration * np.arange(1, settings.iterations + 1)

@@ -12,16 +12,13 @@ from types import FrameType
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from nnx_norm.examples import checkpoints
-from nnx_norm.examples.algorithm import (
-    Hyperparameters,
-    Learner,
-    new_learner,
-    train_step,
-)
+from nnx_norm.examples.algorithm import train_step
 from nnx_norm.examples.checkpoints import Checkpoints, Saved
 from nnx_norm.examples.environments import Environment
+from nnx_norm.examples.learner import Hyperparameters, Learner, new_learner
 from nnx_norm.examples.progress import Progress
 
 History = dict[str, np.ndarray]
@@ -36,7 +33,7 @@ class Settings:
     scale: tuple[float, ...] = ()
     variants: tuple[str, ...] = ("none", "obs+reward")
     seeds: int = 5
-    steps: int = 300_000
+    steps: int = 150_000
     epochs: int = Hyperparameters.epochs
     learning_rate: float = Hyperparameters.learning_rate
 
@@ -73,7 +70,7 @@ def train(
       save_every: Training steps between two checkpoints.
 
     Returns:
-      The history of each variant, and the seconds it took.
+      The history of each variant, and the seconds that this call spent on it.
 
     Raises:
       Interrupted: On Ctrl-C or SIGTERM, after saving the state to `saves`.
@@ -89,27 +86,27 @@ def train(
             if saved and saved.position >= begin + settings.iterations:
                 continue  # done when that checkpoint was written
             progress.compiling(variant)
-            started = time.perf_counter()
+            clock = [time.perf_counter()]
             run = VariantRun(settings, variant, environment)
             if saved and saved.position >= begin:
                 run.restore(saved, histories[variant])
-            run.compile()
-            compiled = time.perf_counter()
-            progress.training(variant, settings.iterations, run.iteration)
             while run.iteration < settings.iterations and not stop_requested():
-                progress.advance(run.step())
+                metrics = run.step()
+                if len(clock) == 1:  # the first step, which had to be compiled
+                    clock.append(time.perf_counter())
+                    progress.training(variant, settings.iterations, run.iteration - 1)
+                progress.advance(metrics)
                 if saves is not None and run.iteration % save_every == 0:
                     saves.save(run.state(begin, histories))
             if saves is not None:
                 saves.save(run.state(begin, histories))
-            histories[variant] = run.history
             progress.finished()
-            if stop_requested():
+            if run.iteration < settings.iterations:
                 raise Interrupted
-            seconds[variant] = {
-                "compiling": compiled - started,
-                "training": time.perf_counter() - compiled,
-            }
+            histories[variant] = run.history
+            clock.append(time.perf_counter())
+            compiling, training = np.diff(clock).tolist()
+            seconds[variant] = {"compiling": compiling, "training": training}
     return histories, seconds
 
 
@@ -117,23 +114,14 @@ class VariantRun:
     """One variant on its way: learners of all seeds and what they have shown."""
 
     def __init__(self, settings: Settings, variant: str, environment: Environment):
-        hyper = settings.hyper(variant)
-        new = functools.partial(new_learner, environment=environment, hyper=hyper)
-        step = functools.partial(train_step, environment=environment, hyper=hyper)
         self._settings, self._variant = settings, variant
-        self._step = jax.jit(jax.vmap(step))
+        self._static = {"environment": environment, "hyper": settings.hyper(variant)}
         self._records: list[dict[str, np.ndarray]] = []
-        self.learner: Learner = jax.jit(
-            jax.vmap(lambda seed: new(jax.random.key(seed)))
-        )(jnp.arange(settings.seeds))
-
-    def compile(self) -> None:
-        """Compiles the training step, so that its first call takes no longer."""
-        self._step = self._step.lower(self.learner).compile()
+        self.learners = new_learners(jnp.arange(settings.seeds), **self._static)
 
     def step(self) -> dict[str, np.ndarray]:
         """One training step of every seed; returns its metrics."""
-        self.learner, metrics = self._step(self.learner)
+        self.learners, metrics = train_steps(self.learners, **self._static)
         self._records.append(jax.tree.map(np.asarray, metrics))
         return self._records[-1]
 
@@ -153,18 +141,36 @@ class VariantRun:
         """What a checkpoint needs, at a position counted from `begin`."""
         return Saved(
             position=begin + self.iteration,
-            learner=checkpoints.to_arrays(self.learner),
+            learners=checkpoints.to_arrays(self.learners),
             histories={**earlier, self._variant: self.history},
             about=dataclasses.asdict(self._settings),
         )
 
     def restore(self, saved: Saved, history: History) -> None:
         """Continues where a checkpoint was written."""
-        self.learner = checkpoints.from_arrays(self.learner, saved.learner)
+        self.learners = checkpoints.from_arrays(self.learners, saved.learners)
         self._records = [
             dict(zip(history, row, strict=True))
             for row in zip(*history.values(), strict=True)
         ]
+
+
+@functools.partial(jax.jit, static_argnames=("environment", "hyper"))
+def new_learners(
+    seeds: Array, environment: Environment, hyper: Hyperparameters
+) -> Learner:
+    """One learner for each seed, stacked along a leading axis."""
+    return jax.vmap(lambda seed: new_learner(jax.random.key(seed), environment, hyper))(
+        seeds
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("environment", "hyper"))
+def train_steps(
+    learners: Learner, environment: Environment, hyper: Hyperparameters
+) -> tuple[Learner, dict[str, Array]]:
+    """`train_step` for every seed at once."""
+    return jax.vmap(lambda learner: train_step(learner, environment, hyper))(learners)
 
 
 @contextmanager
