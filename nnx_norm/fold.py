@@ -17,6 +17,7 @@ from nnx_norm.extended import double, join, split
 from nnx_norm.moments import Moments
 from nnx_norm.reread import batch_sums
 from nnx_norm.samples import all_pair
+from nnx_norm.sums import on_one_cpu
 
 PyTree = Any
 
@@ -99,7 +100,6 @@ def separated(statistics: Statistics) -> tuple[Statistics, Statistics]:
     return value, residual
 
 
-@partial(jax.jit, static_argnames=("lead", "rule"))
 def fold_inputs(
     value: Statistics,
     residual: Statistics,
@@ -124,10 +124,27 @@ def fold_inputs(
     Returns:
       New values and residuals; bit for bit the old ones if nothing was to fold.
     """
+    local = on_one_cpu(*history)  # here, where arrays still know their devices
+    step = partial(_fold_inputs, lead=lead, rule=rule, local=local)
+    return step(value, residual, history, mask, weights)
+
+
+@partial(jax.jit, static_argnames=("lead", "rule", "local"))
+def _fold_inputs(
+    value: Statistics,
+    residual: Statistics,
+    history: list[jax.Array],
+    mask: jax.Array | None,
+    weights: jax.Array | None,
+    *,
+    lead: int,
+    rule: Rule,
+    local: bool,
+) -> tuple[Statistics, Statistics]:
     with double():
-        old = joined(value, residual)
-        batch = lift(history, old.moments, mask, weights, lead=lead, skip=rule.skip)
-        return _step(value, residual, batch, rule)
+        old = joined(value, residual).moments
+        read = partial(lift, lead=lead, skip=rule.skip, local=local)
+        return _step(value, residual, read(history, old, mask, weights), rule)
 
 
 @partial(jax.jit, static_argnames=("rule",))
@@ -147,6 +164,7 @@ def lift(
     *,
     lead: int,
     skip: bool,
+    local: bool | None = None,
 ) -> Lifted:
     """Moments of samples, taken about the running mean; call it inside `double()`.
 
@@ -161,6 +179,7 @@ def lift(
         mask=mask,
         weights=weights,
         skip=skip,
+        local=local,
     )
     return Lifted(moments.from_sums(b), b.rows, b.skipped)
 

@@ -167,9 +167,14 @@ class LazyStatistics(nnx.Module):
 
     def _materialize(self, state: Any) -> None:
         """Take the shapes of a saved state, as `state_dicts.nested` gives it."""
-        if self.is_lazy:
-            spec = parse(saved_shapes(state, "mean"))
-            self._write(spec, self._read(spec))
+        if not self.is_lazy:
+            return
+        value, residual, tail = self._prior(parse(saved_shapes(state, "mean")))
+        self.mean.set_value(value.mean)
+        self.var.set_value(value.var)
+        for variable, rest in ((self.residual, residual), (self.tail, tail)):
+            trees = {"mean": rest.mean, "var": rest.var}
+            variable.set_value(variable.get_value() | trees)
 
 
 def _parts(value: PyTree, *rests: PyTree) -> tuple[list[Any], ...]:

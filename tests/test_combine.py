@@ -106,12 +106,11 @@ def test_counts_that_int32_cannot_hold_do_not_wrap():
 
 def test_in_jit_and_under_vmap():
     sets = sets_of(np.random.default_rng(0), 3, (3,))
-    three = [jnp.asarray(np.stack(v), jnp.float32) for v in moments_of(sets)[:2]]
-    counts = jnp.array([len(s) for s in sets])
-    eager = combine_moments(*three, counts)
-    for a, b in zip(jax.jit(combine_moments)(*three, counts), eager, strict=True):
+    mean, var, counts = (jnp.asarray(np.stack(v)) for v in moments_of(sets))
+    eager = combine_moments(mean, var, counts)
+    for a, b in zip(jax.jit(combine_moments)(mean, var, counts), eager, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
-    many = jax.vmap(combine_moments)(*(jnp.stack([v, v]) for v in (*three, counts)))
+    many = jax.vmap(combine_moments)(*(jnp.stack([v, v]) for v in (mean, var, counts)))
     np.testing.assert_allclose(many[0][1], eager[0], rtol=1e-6)
 
 

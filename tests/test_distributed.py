@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws over devices: any sharding gives the whole, the same on all, in one collective."""
+"""Laws over devices: any sharding gives the whole, alike on all, in one collective."""
 
 import math
 import re
@@ -36,7 +36,7 @@ GATHERED = re.compile(r"\w+\[([\d,]*)\]\S* all-gather\(")
 def collectives(function: Any, *args: Any) -> tuple[list[str], Any]:
     """The collectives of a program, and what it returns."""
     compiled = jax.jit(function).lower(*args).compile()
-    return COLLECTIVES.findall(compiled.as_text()), compiled(*args)
+    return COLLECTIVES.findall(str(compiled.as_text())), compiled(*args)
 
 
 def history(seed: int, mean: Any = 0.0) -> np.ndarray:
@@ -58,9 +58,10 @@ def check(m: Moments, x: np.ndarray, tolerance: float = 1e-6) -> None:
         assert np.all(same == same[:1])
     assert np.all(m.count == count)
     spread = np.sqrt(M2 / count)
-    tolerance = tolerance + 8 * 2.0**-24 * np.abs(mean) / spread  # each is float32
-    assert np.all(np.abs(m.mean - mean) <= tolerance * spread)
-    assert np.all(np.abs(m.M2 - M2) <= tolerance * M2)
+    rounded = 8 * 2.0**-24 * np.abs(mean)  # each device's mean is a float32
+    assert np.all(np.abs(m.mean - mean) <= tolerance * spread + rounded)
+    error = tolerance * M2 + count * rounded * (spread + rounded)
+    assert np.all(np.abs(m.M2 - M2) <= error)
 
 
 def stacked(m: Any) -> Any:
@@ -92,16 +93,12 @@ def shard_mapped(local: Local) -> Run:
 
 def pmapped(local: Local) -> Run:
     compiled = jax.pmap(local, axis_name="d", in_axes=(0, None))
-    return lambda x, state=None: jax.tree.map(
-        np.asarray, compiled(by_device(x), state)
-    )
+    return lambda x, state=None: jax.tree.map(np.asarray, compiled(by_device(x), state))
 
 
 def vmapped(local: Local) -> Run:
     compiled = jax.jit(jax.vmap(local, axis_name="d", in_axes=(0, None)))
-    return lambda x, state=None: jax.tree.map(
-        np.asarray, compiled(by_device(x), state)
-    )
+    return lambda x, state=None: jax.tree.map(np.asarray, compiled(by_device(x), state))
 
 
 mapped = pytest.mark.parametrize("over_devices", [vmapped, shard_mapped, pmapped])
@@ -246,7 +243,9 @@ def test_an_axis_that_is_not_bound_is_named(axis, function):
         lambda: jax.jit(lambda m: function(m, axis))(m),
         lambda: jax.vmap(lambda _: function(m, axis), axis_name="d")(jnp.zeros(2)),
     ):
-        with pytest.raises(ValueError, match=r"axis_name 'nope' is not bound|'d' is not"):
+        with pytest.raises(
+            ValueError, match=r"axis_name 'nope' is not bound|'d' is not"
+        ):
             call()
     with pytest.raises(ValueError, match="'nope' is not bound here: call this inside"):
         function(m, "nope")
@@ -339,7 +338,8 @@ def fold(rule: Rule) -> Local:
     """The step of a running statistic, of samples whose first feature isn't -9."""
 
     def local(x: jax.Array, state: Any) -> Any:
-        return fold_inputs(*state, [x], x[..., 0] != -9, None, lead=2, rule=rule)
+        mask, (value, residual) = x[..., 0] != -9, state
+        return fold_inputs(value, residual, [x], mask, None, lead=2, rule=rule)
 
     return local
 
@@ -365,11 +365,11 @@ def test_five_rounds_over_devices_are_those_of_one_device(over_devices, wide):
 
 def test_a_fold_over_devices_takes_one_collective():
     mesh, shards = Mesh(jax.devices(), "d"), PartitionSpec(None, "d")
-    zeros = [jnp.zeros(F)] * 20
+    zeros = [jnp.zeros(F)] * 5
     state = Statistics(zeros, zeros, jnp.zeros(()), jnp.zeros(()))
 
     def local(x: jax.Array, mask: jax.Array, value: Any, residual: Any) -> Any:
-        leaves = jax.tree.leaves(many_leaves(x))
+        leaves = jax.tree.leaves(many_leaves(x))[:5]
         return fold_inputs(
             value, residual, leaves, mask, None, lead=2, rule=Rule(axis_name="d")
         )
@@ -418,10 +418,13 @@ def test_a_sharded_history_under_plain_jit_gives_the_same(spec):
     sharded = jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec(*spec)))
 
     def plain(x: jax.Array, state: Any) -> Any:
-        return fold_inputs(*state, [x], None, None, lead=2, rule=Rule())
+        value, residual = state
+        return fold_inputs(value, residual, [x], None, None, lead=2, rule=Rule())
 
     compiled = jax.jit(plain).lower(sharded, empty()).compile()
-    for shape in GATHERED.findall(compiled.as_text()):  # a sum of each device at most
+    for shape in GATHERED.findall(
+        str(compiled.as_text())
+    ):  # a sum of each device at most
         assert math.prod(map(int, shape.split(","))) <= DEVICES * F
     many = compiled(sharded, empty())
     one = plain(jnp.asarray(x), empty())
@@ -437,7 +440,9 @@ def test_merging_what_devices_reduced_equals_reducing_what_they_merged():
 
     def local(x: jax.Array, y: jax.Array) -> Any:
         a, b = from_batch(x, (0, 1)), from_batch(y, (0, 1))
-        return merge(all_reduce(a, "d"), all_reduce(b, "d")), all_reduce(merge(a, b), "d")
+        return merge(all_reduce(a, "d"), all_reduce(b, "d")), all_reduce(
+            merge(a, b), "d"
+        )
 
     both = jax.vmap(local, axis_name="d")(by_device(x), by_device(y))
     for m in jax.tree.map(np.asarray, both):

@@ -8,6 +8,7 @@ this file is the example's command line with that environment added.
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import io
 import json
@@ -31,7 +32,13 @@ from nnx_norm.examples import catalogue, checkpoints, ppo, report, training
 from nnx_norm.examples.agent import Categorical, Gaussian, observation_normalizer
 from nnx_norm.examples.algorithm import train_step
 from nnx_norm.examples.checkpoints import Checkpoints, Saved
-from nnx_norm.examples.environments import Continuous, Environment, start_all, step_all
+from nnx_norm.examples.environments import (
+    Continuous,
+    Environment,
+    Step,
+    start_all,
+    step_all,
+)
 from nnx_norm.examples.learner import Hyperparameters, Learner, new_learner
 from nnx_norm.examples.loss import learn
 from nnx_norm.examples.progress import Progress
@@ -164,9 +171,14 @@ def test_advantages_are_those_of_a_loop_in_float64(seed: int):
             delta = reward[t, b] + gamma * future - value[t, b]
             following = delta + gamma * lambda_ * following
             want[t, b] = following
-    arrays = [jnp.asarray(x, jnp.float32) for x in (reward, value, next_value)]
     got = generalized_advantages(
-        *arrays, jnp.asarray(terminated), jnp.asarray(truncated), gamma, lambda_
+        jnp.asarray(reward, jnp.float32),
+        jnp.asarray(value, jnp.float32),
+        jnp.asarray(next_value, jnp.float32),
+        jnp.asarray(terminated),
+        jnp.asarray(truncated),
+        gamma,
+        lambda_,
     )
     # Sums of some 1 / (1 - gamma lambda) terms, each rounded.
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -342,8 +354,11 @@ def test_ctrl_c_stops_after_a_step_and_resuming_is_bit_identical(tmp_path: Path)
     assert bits(histories) == bits(trained())
 
 
+# Orbax leaves tasks of its reading behind when it fails.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damaged", ["**/*", "state/d/*"])
 def test_a_damaged_checkpoint_is_left_for_the_one_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: str
 ):
     arrays = {"a": np.arange(3.0), "key": np.zeros(2, np.uint32)}
     saves = Checkpoints(tmp_path)
@@ -352,9 +367,10 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(
         saves.save(Saved(position, arrays, history, {"seeds": 2}))
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["2", "3", "4"]  # the last few
-    for path in (tmp_path / "4").rglob("*"):
-        if path.is_file():
-            path.write_bytes(path.read_bytes()[:7])
+    files = [path for path in (tmp_path / "4").glob(damaged) if path.is_file()]
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[:7])
     (tmp_path / "5.orbax-checkpoint-tmp").mkdir()  # what a kill while writing leaves
     saves = Checkpoints(tmp_path)
     latest = saves.latest()
@@ -364,7 +380,7 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(
     np.testing.assert_array_equal(
         latest.histories["none"]["return"], np.full((4, 2), 3)
     )
-    assert "checkpoint 4 is damaged" in capsys.readouterr().out
+    assert "checkpoint 4 is damaged" in capsys.readouterr().err
     saves.save(latest._replace(position=4))  # its place is free again
     assert Checkpoints(tmp_path).latest() is not None
 
@@ -594,6 +610,7 @@ def test_progress_is_a_bar_on_a_terminal_and_sparse_lines_elsewhere(terminal: bo
 # Environments of others
 
 
+@pytest.mark.filterwarnings("ignore")  # those of brax and what it imports
 @pytest.mark.parametrize("name", ["PointMass", *INSTALLED])
 def test_every_environment_trains_under_one_type(name: str):
     environment = catalogue.make(name)
@@ -610,3 +627,43 @@ def test_every_environment_trains_under_one_type(name: str):
 def types(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(x.shape, x.dtype, x.weak_type) for x in leaves]
+
+
+if importlib.util.find_spec("gymnax"):
+
+    @pytest.mark.parametrize("name", catalogue.GYMNAX_FEATURES)
+    def test_episodes_end_where_gymnax_ends_them(name: str):
+        gymnax = importlib.import_module("gymnax")
+        theirs, parameters = gymnax.make(name)
+        environment = catalogue.make(name)
+        random = theirs.action_space(parameters)
+        B = 3
+
+        @functools.partial(jax.jit, static_argnums=1)
+        def run(key: Array, steps: int) -> Any:
+            def step(carry: Any, key: Array) -> Any:
+                ours, state = carry
+                action = jax.vmap(random.sample)(jax.random.split(key, B))
+                ours, stepped = step_all(environment, ours, action, key)
+                keys = jax.random.split(key, B)
+                _, state, reward, terminated, truncated, info = jax.vmap(
+                    theirs.step, in_axes=(0, 0, 0, None)
+                )(keys, state, action, parameters)
+                final = info["final_observation"]
+                want = Step(reward, terminated, truncated & ~terminated, final)
+                return (ours, jax.tree.map(catalogue.strong, state)), (stepped, want)
+
+            start = start_all(environment, jax.random.split(key, B))
+            keys = jax.random.split(key, steps)
+            return jax.lax.scan(step, (start, start.state), keys)[1]
+
+        got, want = run(jax.random.key(0), environment.time_limit)
+        ends = np.asarray(want.terminated | want.truncated)
+        assert ends.any(axis=0).all()
+        # After their first end both have gone on from starts of their own.
+        both = np.cumsum(ends, axis=0) - ends == 0
+        for ours, their in zip(got, want, strict=True):
+            # Acrobot is chaotic: it makes much of differences in rounding.
+            np.testing.assert_allclose(
+                np.asarray(ours, float)[both], np.asarray(their, float)[both], atol=0.01
+            )

@@ -178,9 +178,7 @@ def in_shard_map(value: jax.Array, residual: jax.Array) -> Any:
 
 
 def in_vmap(value: jax.Array, residual: jax.Array) -> Any:
-    return jax.tree.map(
-        lambda v: v[0], jax.vmap(add_one)(value[None], residual[None])
-    )
+    return jax.tree.map(lambda v: v[0], jax.vmap(add_one)(value[None], residual[None]))
 
 
 def in_pmap(value: jax.Array, residual: jax.Array) -> Any:

@@ -177,6 +177,17 @@ def test_orbax_restores_into_a_shaped_template(tmp_path: Path, trained: Encoder)
     same(model, trained)
 
 
+def test_orbax_restores_into_an_abstract_module(tmp_path: Path, trained: Encoder):
+    model = nnx.eval_shape(Encoder)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state(trained))
+        checkpointer.wait_until_finished()
+        saved = checkpointer.metadata(tmp_path / "state").item_metadata.tree
+        materialize(model, saved)
+        nnx.update(model, checkpointer.restore(tmp_path / "state", nnx.state(model)))
+    same(model, trained)
+
+
 def test_orbax_saves_what_was_never_called_and_restores_it_so(tmp_path: Path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", nnx.state(RunningMeanStd()))

@@ -173,11 +173,10 @@ def test_a_mask_drops_rows(x, mask):
 @hypothesis.given(rows, weight_lists, st.booleans())
 def test_weights_count_as_often_as_they_say(x, w, masked):
     mask = np.arange(ROWS) % 3 > 0
-    options = {"mask": jnp.asarray(mask)} if masked else {}
+    options: dict[str, Any] = {"mask": jnp.asarray(mask)} if masked else {}
     with double():
-        m = from_batch(
-            jnp.asarray(x, jnp.float32), weights=jnp.asarray(w, jnp.float32), **options
-        )
+        options["weights"] = jnp.asarray(w, jnp.float32)
+        m = from_batch(jnp.asarray(x, jnp.float32), **options)
         assert close(of(x, np.asarray(w) * mask if masked else w), m, 1e-6)
 
 

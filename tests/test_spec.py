@@ -207,9 +207,9 @@ def test_a_name_is_no_prefix_of_a_longer_name():
     assert parse({"go": 1, "goal": 2}, "go").features == ((2,),)
 
 
-def test_indices_of_tuples_are_paths():
-    spec = parse((np.zeros(2), np.zeros(3)), [0])
-    assert spec.features == ((3,),) == parse((np.zeros(2), np.zeros(3)), ["0"]).features
+@pytest.mark.parametrize("index", ["0", (0,), 0], ids=repr)
+def test_indices_of_tuples_are_paths(index):
+    assert parse((np.zeros(2), np.zeros(3)), [index]).features == ((3,),)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nnx_norm.extended import double
-from nnx_norm.samples import align_leading, deviation, float_dtype
-from nnx_norm.sums import Sums, sums
+from nnx_norm.samples import align_leading
+from nnx_norm.sums import Sums, on_one_cpu, sums
 
 # A float32 sum of n terms errs by a small multiple of eps times the sum of their sizes,
 # however it is blocked; this is the multiple.
@@ -42,9 +42,13 @@ def exact(x: Any, shift: Any, weight: Any, lead: int) -> list[np.ndarray]:
     return [np.sum(w * v, axis=axes) for v in (d, d**2, np.abs(d))]
 
 
+# A loop called eagerly would be compiled anew by every call.
+jitted = jax.jit(sums, static_argnums=3, static_argnames=("local", "careful"))
+
+
 def compute(x: Any, shift: Any, weight: Any, lead: int, **how: bool) -> Sums:
     with double():
-        s = sums(jnp.asarray(x), jnp.asarray(shift), weight, lead, **how)
+        s = jitted(jnp.asarray(x), jnp.asarray(shift), weight, lead, **how)
     assert s.first.dtype == s.second.dtype == jnp.float64
     return jax.tree.map(np.asarray, s)
 
@@ -79,8 +83,9 @@ def weights_for(kind: str, lead: tuple[int, ...]) -> Any:
 def test_sums_of_every_dtype(dtype, how):
     x = samples(0, (9, 5, 3), dtype)
     shift = jnp.asarray([0.0, 3.5, -17.25], jnp.float32)
-    for kind in ("none", "weights"):
-        check(x, shift, weights_for(kind, (9, 5)), 2, **how)
+    check(x, shift, None, 2, **how)
+    if dtype in (jnp.float32, jnp.uint8):
+        check(x, shift, weights_for("weights", (9, 5)), 2, **how)
 
 
 LAYOUTS = [
@@ -103,7 +108,7 @@ LAYOUTS = [
 def test_sums_of_every_layout(shape, lead, how):
     x = samples(2, shape, jnp.float32)
     shift = samples(3, shape[lead:], jnp.float32)
-    for kind in ("none", "mask", "prefix"):
+    for kind in ("none", "mask" if lead > 1 else "prefix"):
         check(x, shift, weights_for(kind, shape[:lead]), lead, **how)
 
 

@@ -143,5 +143,7 @@ def test_different_paths_have_different_names(a, b):
 def test_a_path_begins_with_its_parents_name(parent, child):
     assert path_name(parent + child) == f"{path_name(parent)}/{path_name(child)}"
     # Escaped as in RFC 6901, so that reading a name backwards gives its path.
-    read = [k.replace("~1", "/").replace("~0", "~") for k in path_name(child).split("/")]
+    read = [
+        k.replace("~1", "/").replace("~0", "~") for k in path_name(child).split("/")
+    ]
     assert tuple(read) == child

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from nnx_norm import Lift, Normalizer, Parallel, Sequential
+from nnx_norm import Lift, Normalizer, Parallel, Sequential, StatefulModule
 from nnx_norm.examples.environments import Continuous, Discrete, Environment
 
 
@@ -140,9 +140,9 @@ def build_network(
     return Sequential([*normalizer, heads])
 
 
-def observation_normalizer(network: Sequential) -> Normalizer | None:
+def observation_normalizer(network: StatefulModule) -> Normalizer | None:
     """The network's first layer, if that is a normalizer."""
-    first = network.layers[0]
+    first = network.layers[0] if isinstance(network, Sequential) else None
     return first if isinstance(first, Normalizer) else None
 
 

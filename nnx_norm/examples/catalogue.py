@@ -78,11 +78,8 @@ def from_brax(name: str) -> Environment:
 
     def step(key: Array, state: Any, action: Array) -> tuple[Any, Array, Array, Array]:
         del key  # brax's dynamics are deterministic
-        after = jax.tree.map(
-            lambda old, new: jnp.asarray(new, old.dtype),
-            state,
-            environment.step(state, action),
-        )
+        dtypes = jax.tree.map(lambda x: x.dtype, state)  # it may write into the state
+        after = jax.tree.map(jnp.asarray, environment.step(state, action), dtypes)
         return after, after.obs, after.reward.astype(jnp.float32), after.done > 0
 
     actions = Continuous(environment.action_size, -1.0, 1.0)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array
@@ -99,10 +100,12 @@ def to_arrays(tree: Any) -> dict[str, np.ndarray]:
 
 def from_arrays(template: Any, arrays: dict[str, np.ndarray]) -> Any:
     """The inverse of `to_arrays`, given a pytree of the same kind."""
-    leaves = [
-        jax.random.wrap_key_data(arrays[name]) if is_key(leaf) else arrays[name]
-        for name, leaf in named_leaves(template)
-    ]
+
+    def restored(name: str, like: Array) -> Array:
+        array = jnp.asarray(arrays[name])
+        return jax.random.wrap_key_data(array) if is_key(like) else array
+
+    leaves = [restored(name, leaf) for name, leaf in named_leaves(template)]
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
@@ -117,4 +120,4 @@ def named_leaves(tree: Any) -> list[tuple[str, Array]]:
 
 def is_key(leaf: Array) -> bool:
     """Whether a leaf is a typed random key."""
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

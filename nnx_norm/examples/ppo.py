@@ -70,12 +70,12 @@ def run(options: argparse.Namespace) -> int:
         progress.finished()
 
     print("\n" + report.table(settings, environment, histories) + "\n")
-    base = options.out / environment.name
+    name = report.file_name(settings, environment)
     numbers = report.numbers(settings, environment, histories, seconds)
-    report.write_json(base.with_name(f"{base.name}.json"), numbers)
-    picture = base.with_name(f"{base.name}.png")
+    report.write_json(options.out / f"{name}.json", numbers)
+    picture = options.out / f"{name}.png"
     report.write_picture(picture, settings, environment, histories)
-    print(f"wrote {picture} and {base.name}.json")
+    print(f"wrote {picture} and {name}.json")
     return 0
 
 
@@ -104,10 +104,8 @@ def decide_settings(
     from nnx_norm.examples.training import Settings
 
     fields = {field.name for field in dataclasses.fields(Settings)}
-    given = QUICK if options.quick else {}
-    given = given | {
-        name: value for name, value in vars(options).items() if value is not None
-    }
+    given: dict[str, Any] = dict(QUICK) if options.quick else {}
+    given |= {name: value for name, value in vars(options).items() if value is not None}
     given = {name: value for name, value in given.items() if name in fields}
     if "env" in given:
         given["env"] = catalogue.find(given["env"])
@@ -117,7 +115,7 @@ def decide_settings(
     saved = saves.latest() if saves else None
     if saved is None:
         return Settings(**given)
-    about = {
+    about: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in saved.about.items()
     }

@@ -26,7 +26,7 @@ STYLES = {
 }
 STATISTIC = "#009E73"
 FEATURES_SHOWN = 6
-RC = {
+RC: dict[Any, Any] = {
     "font.size": 9,
     "axes.grid": True,
     "axes.titlesize": 10,
@@ -58,6 +58,11 @@ def table(
     if any(np.isnan(final_returns(history)).any() for history in histories.values()):
         rows.append("nan: some environment has not finished an episode yet")
     return "\n".join(rows)
+
+
+def file_name(settings: Settings, environment: Environment) -> str:
+    """Of the picture and the JSON, without its ending."""
+    return environment.name + ("-scaled" if settings.scale else "")
 
 
 def title(settings: Settings, environment: Environment) -> str:
@@ -101,7 +106,9 @@ def numbers(
 def plain(values: Any) -> Any:
     """Nested lists of floats, None for what is not finite: JSON knows no NaN."""
     values = np.asarray(values, np.float64)
-    return np.where(np.isfinite(values), values.astype(object), None).tolist()
+    plain = values.astype(object)
+    plain[~np.isfinite(values)] = None
+    return plain.tolist()
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -165,11 +172,11 @@ def draw_returns(
         # early finishers would show; those rows hold NaN and are not drawn.
         values = history["return"]
         final = np.median(values[-1])
-        end = "no result yet" if np.isnan(final) else f"{final:.1f} at the end"
-        draw_seeds(axes, settings, variant, values, f"{variant}: {end}")
-    axes.set_title("return of the last completed episodes: median and range of seeds")
+        end = "no result yet" if np.isnan(final) else f"{final:.1f}"
+        draw_seeds(axes, settings, variant, values, f"{variant} → {end}")
+    axes.set_title("last completed episodes: median and range of the seeds", pad=26)
     axes.set_ylabel("return")
-    axes.legend(title="normalized", loc="best")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, frameon=False)
 
 
 def draw_drift(
