@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 
 from nnx_norm import moments
 from nnx_norm.extended import double
@@ -52,6 +55,56 @@ def all_reduce(batch: Moments, axis_name: AxisName | None) -> Moments:
     if axis_name is None:
         return batch
     return moments.reduce(gather(batch, axis_name))
+
+
+def all_reduce_processes(batch: Moments) -> Moments:
+    """Moments of the samples of all `jax.distributed` processes, outside jit.
+
+    For rollouts that each process keeps to itself; every process calls it at the same
+    point. Fold the result with `update_from_moments`, or `merge` it.
+
+    Args:
+      batch: This process's moments; made inside `extended.double()` they keep their
+        digits on the way. Never the running ones: their samples would be counted
+        once per process.
+
+    Returns:
+      Moments of the union in float64 NumPy arrays, the same bits on every process.
+
+    Raises:
+      ValueError: Leaves differ in number or shape between processes; every process
+        raises it.
+
+    Example:
+      >>> m = all_reduce_processes(moments.from_batch(jnp.array([0.0, 2.0])))
+      >>> [float(v) for v in m]
+      [1.0, 2.0, 2.0]
+    """
+    leaves, treedef = jax.tree.flatten(batch)
+    shapes = [np.shape(leaf) for leaf in leaves]
+    digest = zlib.crc32(repr((str(treedef), shapes)).encode())
+    if len(set(_from_processes(np.array([digest], np.uint32)).ravel().tolist())) > 1:
+        raise ValueError(
+            f"The moments have the shapes {shapes} on process {jax.process_index()} "
+            "and others elsewhere; expected the same tree of shapes everywhere."
+        )
+    with double():
+        flat = np.concatenate([np.asarray(v, np.float64).ravel() for v in leaves])
+        # As pairs of 32-bit words: float64 arrays don't travel with x64 off.
+        table = _from_processes(flat.view(np.uint32)).view(np.float64)
+        ends = np.cumsum([0, *(np.size(leaf) for leaf in leaves)])
+        rows = [
+            table[:, a:b].reshape(-1, *shape)
+            for a, b, shape in zip(ends, ends[1:], shapes, strict=False)
+        ]
+        united = moments.reduce(jax.tree.unflatten(treedef, rows))
+        return jax.tree.map(np.asarray, united)
+
+
+def _from_processes(words: np.ndarray) -> np.ndarray:
+    """Rows of all processes `[processes, N]`, contiguous."""
+    rows = multihost_utils.process_allgather(words)
+    return np.ascontiguousarray(rows).reshape(jax.process_count(), -1)
 
 
 def gather(tree: Any, axis_name: AxisName) -> Any:

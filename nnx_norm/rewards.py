@@ -103,7 +103,8 @@ class RewardNormalizer(RunningStatistics):
 
         Call it once per rollout, in order: the running returns go on where the last
         call ended. Another number of environments starts them anew and keeps the
-        statistics. All or nothing: a call that raises has changed nothing.
+        statistics. While frozen nothing is read, and the running returns stand still.
+        All or nothing: a call that raises has changed nothing.
 
         Args:
           rewards: Tree of arrays `[T, B, *shape]`.

@@ -22,7 +22,7 @@ Exclude = str | Iterable[str | Path] | Callable[[Path], bool]
 class Spec:
     """Structure, leaf shapes and exclusions of the trees that a normalizer takes.
 
-    Hashable, so that it can be a static attribute of a module.
+    Hashable, so that it can be a static attribute.
 
     Attributes:
       treedef: Structure of the whole tree; None is a leaf in it.
@@ -39,13 +39,8 @@ class Spec:
     @property
     def kept(self) -> tuple[int, ...]:
         """Indices of the leaves that have statistics."""
-        return tuple(
-            i
-            for i, (shape, out) in enumerate(
-                zip(self.shapes, self.excluded, strict=True)
-            )
-            if shape is not None and not out
-        )
+        leaves = enumerate(zip(self.shapes, self.excluded, strict=True))
+        return tuple(i for i, (s, out) in leaves if s is not None and not out)
 
     @property
     def features(self) -> tuple[tuple[int, ...], ...]:
@@ -206,14 +201,19 @@ def parse(shape: Any, exclude: Exclude = ()) -> Spec:
     if len(set(names)) < len(names):
         raise ValueError(f"shape has keys that read alike as strings: {sorted(names)}.")
     shapes = tuple(None if leaf is None else leaf.shape for _, leaf in leaves)
-    return Spec(treedef, paths, shapes, _excluded(paths, shapes, exclude))
+    spec = Spec(treedef, paths, shapes, _excluded(paths, shapes, exclude))
+    for i in spec.kept:
+        if (dtype := leaves[i][1].dtype) is not None:
+            refuse_dtype(dtype, f"shape{keystr(paths[i])}")
+    return spec
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A feature shape, as a leaf of a tree (a tuple would be a node)."""
+    """A feature shape, as a leaf of a tree, and the dtype of an example."""
 
     shape: tuple[int, ...]
+    dtype: Any = None
 
 
 def _is_shape(node: Any) -> bool:
@@ -240,8 +240,7 @@ def _shapes(node: Any, where: str) -> Any:
             f"{where} is {node!r} of type {type(node).__name__}; expected an int, a "
             "tuple of ints, a mapping of those, or an array or jax.ShapeDtypeStruct."
         )
-    refuse_dtype(node.dtype, where)
-    return Leaf(_dimensions(node.shape, where))
+    return Leaf(_dimensions(node.shape, where), node.dtype)
 
 
 def _dimensions(shape: Any, where: str) -> tuple[int, ...]:

@@ -18,6 +18,11 @@ FLOAT32 = np.finfo(np.float32)
 
 
 @hypothesis.given(st.floats(), st.booleans())
+@hypothesis.example(math.nan, True)
+@hypothesis.example(math.inf, True)
+@hypothesis.example(0.0, True)
+@hypothesis.example(0.0, False)
+@hypothesis.example(2.0, True)
 def test_number_is_within_its_bounds_or_refused(x, strict):
     inside = (0 < x if strict else 0 <= x) and x <= 2  # never true for NaN
     if inside:
@@ -46,6 +51,10 @@ def test_number_says_its_bounds():
 
 
 @hypothesis.given(st.floats(allow_nan=False))
+@hypothesis.example(0.0)
+@hypothesis.example(float(FLOAT32.tiny))
+@hypothesis.example(float(FLOAT32.max))
+@hypothesis.example(math.inf)
 def test_positive_admits_exactly_what_float32_divides_by(x):
     with np.errstate(over="ignore", under="ignore"):
         held = np.float32(x) >= FLOAT32.tiny and x <= float(FLOAT32.max)

@@ -48,14 +48,17 @@ def of(x: Any, weights: Any = None) -> Moments:
 
 
 def close(a: Any, b: Any, tolerance: float) -> bool:
-    """M2 to `tolerance` of itself, the mean to that of a standard deviation."""
+    """M2 to `tolerance` of itself, the mean to that of a standard deviation.
+
+    And to the digits of float64, which a mean far from zero has few to spare of.
+    """
     (mean, M2, count), (mean_, M2_, count_) = ([float(v) for v in m] for m in (a, b))
-    scale = (M2 / count) ** 0.5 if count else 0.0
-    ulp = 2.0**-52 * abs(mean)
+    std = (M2 / count) ** 0.5 if count else 0.0
+    ulp = 2.0**-50 * abs(mean)
     return (
         count == count_
-        and abs(M2 - M2_) <= tolerance * M2 + count * ulp**2
-        and abs(mean - mean_) <= tolerance * scale + ulp
+        and abs(M2 - M2_) <= tolerance * M2 + count * ulp * (std + ulp)
+        and abs(mean - mean_) <= tolerance * std + ulp
     )
 
 

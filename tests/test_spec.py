@@ -282,3 +282,12 @@ OTHERS = [np.dtype(name) for name in ("c8", "U3", "O", "M8[s]")] + [KEY.dtype]
 def test_other_numbers_are_refused(dtype):
     with pytest.raises(TypeError, match=r"x\.y has dtype .*real numbers"):
         refuse_dtype(dtype, "x.y")
+
+
+def test_an_excluded_leaf_may_hold_anything():
+    keys = jax.eval_shape(lambda: jax.random.key(0))
+    example = {"key": keys, "wave": jnp.zeros(2, jnp.complex64), "x": jnp.zeros(3)}
+    assert parse(example, exclude=["key", "wave"]).features == ((3,),)
+    for left in (["key"], ["wave"]):
+        with pytest.raises(TypeError, match="Exclude it"):
+            parse(example, exclude=left)

@@ -114,6 +114,8 @@ def decide_settings(
         given["variants"] = variants
     saved = saves.latest() if saves else None
     if saved is None:
+        if saves is not None and options.resume:
+            print(f"nothing to continue in {options.checkpoint} yet", file=sys.stderr)
         return Settings(**given)
     about: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value

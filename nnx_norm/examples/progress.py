@@ -46,7 +46,7 @@ class Progress:
                 desc=variant,
                 file=self._file,
                 dynamic_ncols=True,
-                bar_format="{desc} {percentage:3.0f}% |{bar}| {remaining} {postfix}",
+                bar_format="{desc} {percentage:3.0f}% |{bar}| {remaining}{postfix}",
             )
 
     def advance(self, metrics: Mapping[str, np.ndarray]) -> None:

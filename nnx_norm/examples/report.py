@@ -38,7 +38,7 @@ RC: dict[Any, Any] = {
 
 def final_returns(history: History) -> np.ndarray:
     """Each seed's return at the end: a mean over its environments' last episodes."""
-    return history["return"][-1]
+    return history["return"][-1].astype(np.float64)
 
 
 def table(
