@@ -11,6 +11,7 @@ whatever the number of rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -79,12 +80,13 @@ def sums_in_slices(
     carry = (start, lanes, lanes)
     if whole:
         carry = lax.while_loop(lambda c: c[0] < whole, add_step, carry)
-    out = total_pair(*carry[1:], (0,))
+    first, second = total_pair(carry[1], carry[2], (0,))
     if whole < rows.shape[0]:
         rest = terms(jnp.full_like(start, whole), rows.shape[0] - whole)
-        wide = [v.astype(jnp.float64) for v in rest]
-        out = tuple(map(jnp.add, out, total_pair(*wide, (0,))))
-    return out[0].reshape(shift.shape), out[1].reshape(shift.shape)
+        d, squares = (v.astype(jnp.float64) for v in rest)
+        d, squares = total_pair(d, squares, (0,))
+        first, second = first + d, second + squares
+    return first.reshape(shift.shape), second.reshape(shift.shape)
 
 
 def finite_in_slices(x: jax.Array, lead: int) -> jax.Array:
@@ -137,8 +139,8 @@ def _width(rows: int, features: int, unroll: int) -> int:
     return min(range(most, most // 2, -1), key=lambda width: rows % (width * unroll))
 
 
-def _pairwise(parts: tuple[jax.Array, ...]) -> jax.Array:
+def _pairwise(parts: Sequence[jax.Array]) -> jax.Array:
     """The sum of a power of two of arrays, as a balanced tree."""
     while len(parts) > 1:
-        parts = tuple(map(jnp.add, parts[::2], parts[1::2]))
+        parts = list(map(jnp.add, parts[::2], parts[1::2]))
     return parts[0]

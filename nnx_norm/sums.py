@@ -123,9 +123,9 @@ def _careful(
 ) -> Sums:
     """One reduction of two operands in float64, slow and sure."""
     d = x.astype(jnp.float64) - shift.astype(jnp.float64)
+    w: Any = 1.0
     if weight is not None:
-        weight = align_leading(weight, x)
-        d = jnp.where(weight.astype(jnp.bool_), d, 0.0)
-    w = 1.0 if weight is None else weight.astype(jnp.float64)
-
+        w = align_leading(weight, x)
+        d = jnp.where(w.astype(jnp.bool_), d, 0.0)
+        w = w.astype(jnp.float64)
     return Sums(*total_pair(w * d, w * d * d, tuple(range(lead))))

@@ -344,8 +344,10 @@ def fold(rule: Rule) -> Local:
     return local
 
 
-@mapped
-@pytest.mark.parametrize("wide", [False, True], ids=["x32", "x64"])
+@pytest.mark.parametrize(
+    ("over_devices", "wide"),
+    [(vmapped, False), (shard_mapped, False), (shard_mapped, True), (pmapped, False)],
+)
 def test_five_rounds_over_devices_are_those_of_one_device(over_devices, wide):
     shared, alone = empty(), empty()
     with jax.enable_x64(wide):

@@ -273,9 +273,9 @@ NOTHING = {
 
 
 @ways
-@pytest.mark.parametrize("rule", [Rule(), Rule(decay=0.5), Rule(skip=False)], ids=str)
 @pytest.mark.parametrize("name", NOTHING)
-def test_nothing_to_fold_changes_no_bit(name, rule, fold):
+def test_nothing_to_fold_changes_no_bit(name, fold):
+    rule = Rule(decay=0.5, skip=name != "weightless")
     first = fold(empty(F), STREAMS["four scales"][0], rule=rule)
     bad = np.full((T, B, F), np.nan, np.float32)
     given = {"x": bad, "rule": rule} | NOTHING[name]
@@ -344,7 +344,7 @@ def test_bad_weights_inside_jit_are_counted_as_skipped(bad):
 
 
 @ways
-@hypothesis.given(st.sampled_from([0.5, 0.9, 0.99, 1.0]), st.integers(0, 2**32 - 1))
+@hypothesis.given(st.sampled_from([0.5, 0.99]), st.integers(0, 2**32 - 1))
 def test_decay_weighs_every_earlier_sample_once_more(fold, decay, seed):
     rng = np.random.default_rng(seed)
     x = (rng.normal(0, 1, (6, 4, 3, F)) + 10 * rng.normal(0, 1, (6, 1, 1, 1))).astype(
@@ -462,12 +462,12 @@ def test_control_flow_changes_nothing(name, wide):
         return jax.lax.scan(lambda s, x: (eager(s, x), None), empty(F), x)[0]
 
     def cond(x: jax.Array) -> State:
-        state = empty(F)
-        for history in x:
-            state = jax.lax.cond(
-                history[0, 0, 0] > 0, eager, lambda s, _: s, state, history
-            )
-        return state
+        def step(state: State, x: jax.Array) -> tuple[State, None]:
+            positive = x[0, 0, 0] > 0  # all but those put in between
+            return jax.lax.cond(positive, eager, lambda s, _: s, state, x), None
+
+        between = jnp.stack([x, -x], axis=1).reshape(-1, *x.shape[1:])
+        return jax.lax.scan(step, empty(F), between)[0]
 
     def loop(x: jax.Array) -> State:
         return jax.lax.fori_loop(0, 4, lambda i, s: eager(s, x[i]), empty(F))
