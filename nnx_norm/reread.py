@@ -14,7 +14,7 @@ from jax import lax
 
 from nnx_norm.samples import all_pair, float_dtype, total_pair
 from nnx_norm.slices import finite_in_slices
-from nnx_norm.sums import Sums, on_one_cpu, sums
+from nnx_norm.sums import WHOLE_ON_CPU, Sums, on_one_cpu, sums
 
 LOST = 2.5
 """Cancellation above which a batch is read again: `S2` over what it adds to M2."""
@@ -213,7 +213,8 @@ def _finite_samples(leaves: list[jax.Array], lead: int, local: bool) -> jax.Arra
     finite = jnp.ones(leaves[0].shape[:lead], jnp.bool_)
     for x in leaves:
         if jnp.issubdtype(x.dtype, jnp.floating):
-            finite &= finite_in_slices(x, lead) if local else _finite(x, lead)
+            sliced = local and x.dtype not in WHOLE_ON_CPU
+            finite &= finite_in_slices(x, lead) if sliced else _finite(x, lead)
     return finite
 
 

@@ -34,6 +34,10 @@ FUSED_ON_CPU = (jnp.float32, jnp.float64, jnp.uint8, jnp.int8, jnp.bool_)
 """What XLA's CPU compiler converts inside a native reduction; it writes others down."""
 
 
+WHOLE_ON_CPU = (jnp.bfloat16,)
+"""What XLA's CPU compiler converts as a whole, ahead of a loop over its slices."""
+
+
 class Sums(NamedTuple):
     """Sums of deviations and of their squares about a shift, float64 `[*feat]`."""
 
@@ -95,7 +99,8 @@ def sums(
       ...     [v.tolist() for v in sums(x, jnp.array([2.0, 20.0]), None, 1)]
       [[0.0, 0.0], [2.0, 200.0]]
     """
-    if on_one_cpu(x) if local is None else local:
+    local = on_one_cpu(x) if local is None else local
+    if local and x.dtype not in WHOLE_ON_CPU:
         return Sums(*sums_in_slices(x, shift, weight, lead, careful=careful))
     fused = jax.default_backend() != "cpu" or x.dtype in FUSED_ON_CPU
     read = _native if fused and not careful else _careful

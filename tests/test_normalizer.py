@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.core import FrozenDict
+from ml_collections import ConfigDict
 from support import EPS, Box, Config, Observation, Pair, bits
 
 from nnx_norm import Normalizer
@@ -344,7 +345,6 @@ def test_leaves_are_paired_by_key_and_not_by_position():
 
 
 def test_config_dict_of_ml_collections_is_a_mapping():
-    ConfigDict = pytest.importorskip("ml_collections").ConfigDict
     norm = Normalizer(ConfigDict({"a": {"b": 1}}))
     out = norm.normalize(ConfigDict({"a": {"b": jnp.array([[20.0]])}}))
     assert jax.tree.map(lambda v: v.tolist(), out) == {"a": {"b": [[2.0]]}}
