@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -263,3 +264,13 @@ def test_memory_runs_from_the_command_line(tmp_path: Path):
     history = 32 * 256 * 64 * 4
     assert used['emit="inputs"'] - used["no normalizer"] >= 0.9 * history
     assert used['emit="moments"'] < used['emit="inputs"'] / 4
+
+
+def test_ppo_contenders_train_and_its_parts_run():
+    from benchmarks import bench_ppo
+
+    case = bench_ppo.case(1)
+    assert list(case.contenders)[:4] == ["none", "obs", "reward", "obs+reward"]
+    for part in ("update", "forward"):
+        out = bench_ppo.alone(part, 2)()
+        assert all(leaf.shape[0] == 2 for leaf in jax.tree.leaves(out))
