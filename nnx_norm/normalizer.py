@@ -38,12 +38,12 @@ class Normalizer(RunningStatistics, StatefulModule):
     that two parents share folds what each of them saw, twice the samples. Behind a
     `Delay` the filler values are samples like others.
 
-    Pass the module as an argument to the outermost jit. A jitted function that closes
-    over it keeps the statistics of the time it was compiled.
+    Pass the module to the outermost jit as an argument: closed over, it keeps the
+    statistics of the time of compilation.
 
     Attributes:
       mean, M2: Trees of float32 arrays `[*feat]`, None where excluded.
-      counter, skipped: float32 scalars; `count` gives the exact number.
+      counter, skipped: float32 scalars; see `count`.
 
     Example:
       >>> norm = Normalizer(1)
@@ -84,7 +84,7 @@ class Normalizer(RunningStatistics, StatefulModule):
           exclude: Leaves to pass through untouched: key paths (`"goal/id"`) or a
             predicate on a path, a tuple of keys.
           axis_name: Mapped axis or axes to reduce over in `update_statistics`.
-          max_count: Number of samples from which on nothing more is folded.
+          max_count: Stop folding after the update that reaches this many samples.
           decay: Factor on the weight of all earlier samples at every update that
             brings one, in (0, 1]: exponential forgetting.
           nonfinite: "skip" leaves samples with a NaN or infinity out and counts
@@ -172,15 +172,15 @@ class Normalizer(RunningStatistics, StatefulModule):
     ) -> None:
         """Fold a history of emitted extras into the statistics, in one merge.
 
-        All or nothing: a call that raises has changed nothing. Calling it twice with
-        the same history counts its samples twice.
+        A call that raises has changed nothing. The same history twice counts twice.
 
         Args:
           rollout_extras: Tree of arrays `[*lead, *feat]`, one or more leading axes,
             the same on every leaf, usually `[T, B]`.
           mask: Bool array of the shape of the leading axes or a leading prefix of
             them: which samples count. NaN elsewhere doesn't leak.
-          weights: Array of such a shape, not negative; multiplied with the mask.
+          weights: Array of such a shape, not negative; multiplied with the mask. Under
+            jit a negative or non-finite weight makes its sample a skipped one.
 
         Raises:
           TypeError: A leaf holds no real numbers, or the mask isn't bool.

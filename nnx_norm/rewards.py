@@ -29,7 +29,7 @@ class RewardNormalizer(RunningStatistics):
     after the last reward of an episode, terminated or truncated; every $R_t$ is one
     sample. Rewards are never centred: that would change the task. The divisor is 1
     while fewer than two different returns are known, so the first reward doesn't
-    explode.
+    explode. `to_dict` and `copy_from` leave the running returns out.
 
     Attributes:
       mean, M2: Moments of the returns, trees of float32 arrays `[*shape]`.
