@@ -8,8 +8,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 
 PLUGIN = """
@@ -48,7 +46,6 @@ def run(path: Path, swap: str, *options: str) -> str:
 
 
 def test_our_normalizer_passes_the_tests_of_the_one_it_replaces(tmp_path):
-    pytest.importorskip("nnx_ppo")
     output = run(tmp_path, "theirs.Normalizer = Normalizer")
     assert "Normalizer from nnx_norm.normalizer" in output, output
     passed = re.search(r"=+ (\d+) passed", output)
@@ -57,7 +54,6 @@ def test_our_normalizer_passes_the_tests_of_the_one_it_replaces(tmp_path):
 
 
 def test_the_swap_is_what_is_tested(tmp_path):
-    pytest.importorskip("nnx_ppo")
     broken = """
     class Broken(Normalizer):
         def update_statistics(self, rollout_extras, **settings):
