@@ -18,6 +18,7 @@ from nnx_norm.modules import (
 )
 from nnx_norm.moments import Moments
 from nnx_norm.normalizer import Normalizer
+from nnx_norm.restored import check_statistics
 from nnx_norm.returns import RunningReturn
 from nnx_norm.reward_running_mean_std import RewardRunningMeanStd
 from nnx_norm.rewards import RewardNormalizer
@@ -39,6 +40,7 @@ __all__ = [
     "Sequential",
     "StatefulModule",
     "StatefulModuleOutput",
+    "check_statistics",
     "combine_moments",
     "materialize_lazy_running_stats_from_state_dict",
     "running_mean_std_from_state_dict",

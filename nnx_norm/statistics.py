@@ -99,6 +99,13 @@ class RunningStatistics(nnx.Module):
                 f"{self.spec.features}. With a member axis in front, call a population "
                 "under nnx.vmap; otherwise they were set or restored from elsewhere."
             )
+        dtypes = sorted({str(v.dtype) for v in jax.tree.leaves((value, residual))})
+        if dtypes != ["float32"]:
+            raise TypeError(
+                f"The statistics have the dtypes {dtypes}; expected float32 throughout. "
+                "They were cast, or restored into a template of another dtype (which "
+                "casts without a word): restore into nnx.state(model) as it is."
+            )
         # Constants to every gradient, also where the whole module is differentiated.
         return jax.lax.stop_gradient((value, residual))
 

@@ -59,7 +59,7 @@ class Config:
         return self._mapping[key]
 
 
-def bits(module: nnx.Module) -> dict[str, tuple[str, tuple[int, ...], bool, bytes]]:
+def bits(module: Any) -> dict[str, tuple[str, tuple[int, ...], bool, bytes]]:
     """Dtype, shape, weak type and bytes of every array in a module, by path."""
     found = {}
     for path, leaf in tree_leaves_with_path(nnx.state(module)):
