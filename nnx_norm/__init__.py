@@ -2,6 +2,7 @@
 """Running statistics as Flax NNX modules: exact, mergeable, read-only forward."""
 
 from nnx_norm.combine import combine_moments
+from nnx_norm.inspection import metrics
 from nnx_norm.interop import (
     running_mean_std_from_state_dict,
     running_mean_std_to_state_dict,
@@ -24,6 +25,7 @@ from nnx_norm.reward_running_mean_std import RewardRunningMeanStd
 from nnx_norm.rewards import RewardNormalizer
 from nnx_norm.running_mean_std import RunningMeanStd
 from nnx_norm.statistics import NormalizerStatistics
+from nnx_norm.table import summary
 
 __all__ = [
     "Concat",
@@ -43,6 +45,8 @@ __all__ = [
     "check_statistics",
     "combine_moments",
     "materialize_lazy_running_stats_from_state_dict",
+    "metrics",
     "running_mean_std_from_state_dict",
     "running_mean_std_to_state_dict",
+    "summary",
 ]

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from nnx_norm.inspection import normalizers
 from nnx_norm.returns import RunningReturn
-from nnx_norm.running_mean_std import RunningMeanStd
 from nnx_norm.samples import align_leading
 from nnx_norm.statistics import NormalizerStatistics, RunningStatistics
 from nnx_norm.tree import keys_of, path_name
@@ -51,10 +51,9 @@ def check_statistics(model: nnx.Module) -> None:
         layers/0: counter is 0 where mean is not: without samples there is none.
     """
     found: list[str] = []
-    for path, module in nnx.iter_modules(model):
-        where = "/".join(map(str, path)) or type(module).__name__
-        if isinstance(module, RunningStatistics | RunningMeanStd):
-            found += [f"  {where}: {told}" for told in _problems(module)]
+    for path, module in normalizers(model).items():
+        where = path or type(module).__name__
+        found += [f"  {where}: {told}" for told in _problems(module)]
     if found:
         raise ValueError("\n".join(["The statistics can't be used:", *found]))
 

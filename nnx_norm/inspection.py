@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of every normalizer in a model, in a few scalars each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nnx_norm import serialization
+from nnx_norm.fold import Emitted
+from nnx_norm.normalizer import Normalizer
+from nnx_norm.routing import Container
+from nnx_norm.running_mean_std import RunningMeanStd
+from nnx_norm.samples import align_leading, deviation
+from nnx_norm.statistics import RunningStatistics, variance_of
+from nnx_norm.tree import is_mapping, keys_of, path_name
+
+PyTree = Any
+
+
+class Feature(NamedTuple):
+    """One leaf of a normalizer, `[*feat]`, with what was asked about it.
+
+    Attributes:
+      path: Its path in the model, that of the normalizer first.
+      module: The normalizer.
+      mean: Its mean.
+      variance: Its population variance.
+      std: What it is divided by.
+      clipped: Share of its inputs beyond the clip; None if unknown.
+      drift: How far its mean has moved, in std of now; None if unknown.
+    """
+
+    path: str
+    module: Any
+    mean: jax.Array
+    variance: jax.Array
+    std: jax.Array
+    clipped: jax.Array | None
+    drift: jax.Array | None
+
+
+def metrics(
+    module: nnx.Module, *, extras: PyTree = None, since: Any = None
+) -> dict[str, jax.Array]:
+    """A flat dict of scalars about every normalizer in a model, for a logger.
+
+    Cheap but for `extras`, which are read once, and safe inside jit. A population
+    (`nnx.vmap`) gives the extremes over its members; call it under the vmap for each.
+
+    Args:
+      module: Any module: a normalizer, a policy graph, a training state.
+      extras: What `module.update_statistics` takes: the history of its rollout extras.
+        Gives the share of normalized values beyond the clip, by the statistics of
+        now, where a normalizer has one and emits its inputs.
+      since: An earlier `to_dict()` of a normalizer; of a larger module a dict of them
+        by the path of the normalizer. Gives how far means have moved.
+
+    Returns:
+      float32 scalars; keys are `path/to/leaf/name`, only `name` for a lone array:
+
+      - `count`, `skipped`: as float32; `skipped` not for the ports.
+      - `mean_min`, `mean_max`, `std_min`, `std_max`: over the features.
+      - `dead`: Number of features that have never varied.
+      - `floored`: Number of features whose variance is at most epsilon.
+      - `nonfinite`: Number of features whose mean or variance is NaN or infinite.
+      - `clipped`: Share of the inputs in `extras` beyond the clip.
+      - `drift`: Largest movement of a mean since then, in standard deviations.
+
+    Raises:
+      ValueError: `since` doesn't fit, or `extras` don't fit the containers.
+
+    Example:
+      >>> norm = Normalizer(2, clip=1.0)
+      >>> x = jnp.array([[[0.0, 5.0], [2.0, 5.0], [10.0, 5.0]]])
+      >>> norm.update_statistics(x)
+      >>> m = metrics(norm, extras=x)
+      >>> {name: round(float(m[name]), 2) for name in ("count", "dead", "clipped")}
+      {'count': 3.0, 'dead': 1.0, 'clipped': 0.17}
+    """
+    found: dict[str, jax.Array] = {}
+    for feature in features(module, extras=extras, since=since):
+        for name, value in numbers(feature).items():
+            found[f"{feature.path}/{name}".removeprefix("/")] = value
+    return found
+
+
+def numbers(feature: Feature) -> dict[str, jax.Array]:
+    """What `metrics` says of one leaf."""
+    module, mean, variance = feature.module, feature.mean, feature.variance
+    own = isinstance(module, RunningStatistics)
+    counter = (module.counter if own else module.count).get_value()
+    seen = align_leading(counter > 0, variance)
+    finite = jnp.isfinite(mean) & jnp.isfinite(variance)
+    out = {
+        "count": jnp.min(counter),
+        "mean_min": _extreme(jnp.min, mean),
+        "mean_max": _extreme(jnp.max, mean),
+        "std_min": _extreme(jnp.min, feature.std),
+        "std_max": _extreme(jnp.max, feature.std),
+        "dead": jnp.sum(seen & (variance == 0)),
+        "floored": jnp.sum(seen & (variance <= module.epsilon)),
+        "nonfinite": jnp.sum(~finite),
+    }
+    out |= {"skipped": jnp.max(module.skipped.get_value())} if own else {}
+    asked = {"clipped": feature.clipped, "drift": feature.drift}
+    out |= {name: value for name, value in asked.items() if value is not None}
+    return {name: value.astype(jnp.float32) for name, value in out.items()}
+
+
+def _extreme(function: Any, values: jax.Array) -> jax.Array:
+    return function(values) if values.size else jnp.full((), jnp.nan)
+
+
+def features(
+    module: nnx.Module, *, extras: PyTree = None, since: Any = None
+) -> Iterator[Feature]:
+    """The leaves of all normalizers in a model; see `metrics`."""
+    parts, found = dict(_parts(module, extras)), normalizers(module)
+    before = _by_path(since, found)
+    for path, normalizer in found.items():
+        clipped = _clipped(normalizer, parts.get(id(normalizer)))
+        then = before.get(path)
+        for i, (keys, mean, variance, std) in enumerate(_leaves(normalizer)):
+            drift = None
+            if then is not None:
+                moved = mean - jnp.asarray(then[i], jnp.float32)
+                drift = jnp.max(jnp.abs(moved) / std, initial=0)
+            share = clipped[i] if clipped is not None else None
+            where = f"{path}/{path_name(keys)}".strip("/")
+            yield Feature(where, normalizer, mean, variance, std, share, drift)
+
+
+def normalizers(module: nnx.Module) -> dict[str, Any]:
+    """Every normalizer in a model, the ports too, by path; one shared by two once.
+
+    Args:
+      module: Any module; the empty path is its own.
+
+    Returns:
+      The modules, in no order to rely on.
+
+    Example:
+      >>> from nnx_norm import Sequential
+      >>> list(normalizers(Sequential([jnp.tanh, Normalizer(2)])))
+      ['layers/1']
+    """
+    kinds = RunningStatistics | RunningMeanStd
+    found = nnx.iter_modules(module)
+    return {path_name(path): m for path, m in found if isinstance(m, kinds)}
+
+
+def _leaves(module: Any) -> Iterator[tuple[Any, ...]]:
+    """Path, mean, variance and std of every leaf that has statistics."""
+    mean = module.mean.get_value()
+    if isinstance(module, RunningStatistics):
+        count, M2 = module.counter.get_value(), jax.tree.leaves(module.M2.get_value())
+        variances = [variance_of(v, count) for v in M2]
+        stds = jax.tree.leaves(module.std)
+    else:
+        variances = jax.tree.leaves(module.var.get_value())
+        stds = [jnp.sqrt(v + module.epsilon) for v in variances]
+    leaves = jax.tree_util.tree_leaves_with_path(mean)
+    for (path, leaf), variance, std in zip(leaves, variances, stds, strict=True):
+        yield keys_of(path), leaf, variance, std
+
+
+def _parts(module: Any, extras: PyTree) -> Iterator[tuple[int, Any]]:
+    """What each normalizer in a policy graph emitted, by its id."""
+    if extras is None:
+        return
+    if isinstance(module, Container):
+        parts = module._cut(extras, "extras")
+        for key, child in module._children().items():
+            yield from _parts(child, parts[key])
+    yield id(module), extras
+
+
+def _clipped(module: Any, inputs: PyTree) -> list[jax.Array] | None:
+    """Share of the values of each leaf beyond the clip."""
+    if not isinstance(module, Normalizer) or module.clip is None or inputs is None:
+        return None
+    if isinstance(inputs, Emitted):
+        return None
+    match, clip = module.spec.match(inputs, "extras", partial=True), module.clip
+    history = [jnp.asarray(match.leaves[i]) for i in match.kept]
+
+    def share(x: jax.Array, mean: jax.Array, std: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.abs(deviation(x, mean)) > clip * std)
+
+    means, stds = map(jax.tree.leaves, (module.mean.get_value(), module.std))
+    return list(map(share, history, means, stds))
+
+
+def _by_path(since: Any, modules: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The earlier means, a list of leaves for each normalizer."""
+    if since is None:
+        return {}
+    if not is_mapping(since):
+        raise ValueError(f"since is {type(since).__name__}; expected a to_dict().")
+    given = {k: since[k] for k in since.keys()}
+    if "count" in given and not is_mapping(given["count"]):
+        given = {"": given}  # of the module itself
+    if strange := sorted(set(given) - set(modules)):
+        raise ValueError(
+            f"since has {strange}; expected paths of normalizers: "
+            f"{sorted(modules)}, or one to_dict() for a normalizer itself."
+        )
+
+    def means(path: str, d: Any) -> list[Any]:
+        module = modules[path]
+        if isinstance(module, RunningStatistics):
+            like, _ = module._read()
+            return serialization.load_dict(module.spec, d, like, finite=False).mean
+        return [np.asarray(v) for v in jax.tree.leaves(d["mean"])]
+
+    return {path: means(path, d) for path, d in given.items()}
