@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Normalizers around a Gymnasium vector environment; needs `nnx-norm[gymnasium]`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space
+
+from nnx_norm.normalizer import Normalizer
+from nnx_norm.rewards import RewardNormalizer
+from nnx_norm.samples import align_leading
+
+PyTree = Any
+
+
+class NormalizeVectorEnv(VectorWrapper):
+    """A vector environment with normalized observations and rewards, NumPy to NumPy.
+
+    Every observation is folded once and every reward once, whichever way the
+    environment resets itself (`AutoresetMode`): the terminal observations in
+    `infos["final_obs"]` of same-step resets are folded and normalized like the others,
+    the step that a next-step reset costs is not taken for a step of an episode, and
+    with resets by `reset_mask` only the reset rows are new.
+
+    The steps since the last fold wait, as they came, for the next one. Within a
+    rollout every observation should see the same statistics: take `fold_every=None`
+    and call `fold` after each training step. `fold_every=1` is what
+    `gymnasium.wrappers.vector.NormalizeObservation` does.
+
+    Attributes:
+      observations: The normalizer of observations, or None.
+      rewards: The normalizer of rewards, or None.
+      raw_observations: The observations of the last step as the environment gave them.
+      raw_rewards: Its rewards.
+
+    Example:
+      >>> import gymnasium
+      >>> envs = gymnasium.make_vec("CartPole-v1", num_envs=3)
+      >>> envs = NormalizeVectorEnv(envs, Normalizer(4, clip=10.0))
+      >>> observations, infos = envs.reset(seed=0)
+      >>> for _ in range(5):
+      ...     observations, *_ = envs.step(envs.action_space.sample())
+      >>> envs.observations.count, observations.dtype.name
+      (18, 'float32')
+    """
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        observations: Normalizer | None = None,
+        rewards: RewardNormalizer | None = None,
+        *,
+        fold_every: int | None = 1,
+    ) -> None:
+        """Wrap an environment.
+
+        Args:
+          env: Vector environment of any autoreset mode; spaces of boxes, dicts and
+            tuples.
+          observations: Normalizer for one observation, used and updated in place.
+          rewards: Normalizer for the rewards, scalars.
+          fold_every: Number of steps from one fold to the next; None never folds by
+            itself. Freeze the normalizers to evaluate.
+
+        Raises:
+          ValueError: `fold_every` is not positive.
+        """
+        super().__init__(env)
+        if fold_every is not None and fold_every < 1:
+            raise ValueError(
+                f"fold_every is {fold_every}; expected at least 1, or None."
+            )
+        self.observations, self.rewards = observations, rewards
+        self.fold_every = fold_every
+        self.raw_observations: PyTree = None
+        self.raw_rewards: Any = None
+        mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+        self._next_step = AutoresetMode(mode) == AutoresetMode.NEXT_STEP
+        self._ended = np.zeros(self.num_envs, bool)
+        self._steps = 0
+        self._seen: list[tuple[PyTree, np.ndarray]] = []
+        self._earned: list[tuple[PyTree, np.ndarray]] = []
+        if observations is not None:
+            clip = np.inf if observations.clip is None else observations.clip
+            mean = observations.mean.get_value()
+            space = _unbounded(self.single_observation_space, mean, clip)
+            self.single_observation_space = space
+            self.observation_space = batch_space(space, self.num_envs)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[PyTree, dict]:
+        """Reset all environments, or those of `options["reset_mask"]`.
+
+        The running returns of environments that are reset within an episode end here.
+        """
+        # A copy first: the environment takes the mask out of the options.
+        new = np.array((options or {}).get("reset_mask", self._everyone()), bool)
+        raw, infos = self.env.reset(seed=seed, options=options)
+        if self._earned:  # in effect the step before cut the episode off
+            (rewards, terminated, truncated), valid = self._earned[-1]
+            self._earned[-1] = (rewards, terminated, truncated | new), valid
+        elif self.rewards is not None:
+            _restart(self.rewards, new)
+        self._ended = self._ended & ~new
+        self._see(raw, new)
+        self.raw_observations = raw
+        return self._normalized(raw), infos
+
+    def step(self, actions: Any) -> tuple[PyTree, Any, Any, Any, dict]:
+        """One step of every environment."""
+        raw, rewards, terminated, truncated, infos = self.env.step(actions)
+        # A next-step reset takes no action and gives no reward of an episode.
+        valid = ~self._ended if self._next_step else self._everyone()
+        self._ended = np.asarray(terminated | truncated, bool) & valid
+        earned = (
+            np.array(rewards, np.float32),
+            np.array(terminated),
+            np.array(truncated),
+        )
+        if self.rewards is not None:
+            self._earned.append((earned, valid))
+        self._see(raw, self._everyone())
+        final, there = infos.get("final_obs"), np.empty(0, bool)
+        if final is not None:
+            there = np.asarray(infos["_final_obs"], bool)
+            final = _in_rows(raw, final, there)
+            self._see(final, there)
+        self.raw_observations, self.raw_rewards = raw, rewards
+        self._steps += 1
+        if self.fold_every is not None and self._steps >= self.fold_every:
+            self.fold()
+        if final is not None:
+            infos = infos | {"final_obs": _by_row(self._normalized(final), there)}
+        if self.rewards is not None:
+            rewards = np.asarray(self.rewards.normalize(jnp.asarray(earned[0])))
+        return self._normalized(raw), rewards, terminated, truncated, infos
+
+    def fold(self) -> None:
+        """Fold what has been seen since the last fold into the statistics."""
+        if self.observations is not None and self._seen:
+            rows, valid = _history(self._seen)
+            self.observations.update_statistics(rows, mask=valid)
+        if self.rewards is not None and self._earned:
+            (rewards, terminated, truncated), valid = _history(self._earned)
+            self.rewards.update(rewards, terminated, truncated, valid)
+        self._seen, self._earned, self._steps = [], [], 0
+
+    def _everyone(self) -> np.ndarray:
+        return np.ones(self.num_envs, bool)
+
+    def _see(self, raw: PyTree, new: np.ndarray) -> None:
+        """Keep observations for the next fold; environments may reuse their arrays."""
+        if self.observations is not None:
+            self._seen.append((jax.tree.map(np.array, raw), new))
+
+    def _normalized(self, raw: PyTree) -> PyTree:
+        if self.observations is None:
+            return raw
+        match = self.observations.spec.match(raw, "observations")
+        out = jax.tree.leaves(
+            self.observations.normalize(jax.tree.map(jnp.asarray, raw))
+        )
+        normalized = [np.asarray(out[i]) for i in match.kept]
+        return match.replace(normalized, others=True)  # bit for bit as they came
+
+
+def _history(steps: list[tuple[PyTree, np.ndarray]]) -> tuple[PyTree, jax.Array]:
+    """Rows `[T, B, *feat]` and which of them are valid, `[T, B]`.
+
+    T is rounded up to a power of two with rows that aren't: otherwise every rollout
+    with another number of resets in it would compile anew.
+    """
+    missing = (1 << (len(steps) - 1).bit_length()) - len(steps)
+
+    def stack(*rows: np.ndarray) -> jax.Array:
+        return jnp.asarray(np.stack([*rows, *[np.zeros_like(rows[0])] * missing]))
+
+    trees, valid = zip(*steps, strict=True)
+    return jax.tree.map(stack, *trees), stack(*valid)
+
+
+def _restart(rewards: RewardNormalizer, rows: np.ndarray) -> None:
+    """Running returns of some environments start anew."""
+
+    def cut(returns: jax.Array) -> jax.Array:
+        ends = align_leading(jnp.asarray(rows), returns)
+        return jnp.where(ends, jnp.zeros_like(returns), returns)
+
+    rewards.running_return.set_value(
+        jax.tree.map(cut, rewards.running_return.get_value())
+    )
+
+
+def _in_rows(like: PyTree, final: Any, there: np.ndarray) -> PyTree:
+    """Terminal observations in the rows of a batch of observations."""
+    batch = jax.tree.map(np.array, like)
+    for i in np.flatnonzero(there):
+        jax.tree.map(lambda rows, leaf, i=i: rows.__setitem__(i, leaf), batch, final[i])
+    return batch
+
+
+def _by_row(batch: PyTree, there: np.ndarray) -> np.ndarray:
+    """The inverse of `_in_rows`: an array of one observation, or None, each."""
+    rows = np.full(len(there), None, object)
+    for i in np.flatnonzero(there):
+        rows[i] = jax.tree.map(lambda leaf, i=i: leaf[i], batch)
+    return rows
+
+
+def _unbounded(space: gymnasium.Space, mean: PyTree, clip: float) -> gymnasium.Space:
+    """The space of one normalized observation; `mean` is None where it is excluded."""
+    if isinstance(space, gymnasium.spaces.Dict):
+        parts = space.spaces.items()
+        return gymnasium.spaces.Dict(
+            {key: _unbounded(part, mean[key], clip) for key, part in parts}
+        )
+    if isinstance(space, gymnasium.spaces.Tuple):
+        pairs = zip(space.spaces, mean, strict=True)
+        return gymnasium.spaces.Tuple([_unbounded(*pair, clip) for pair in pairs])
+    if mean is None:
+        return space
+    dtype = np.float16 if space.dtype == np.float16 else np.float32
+    return gymnasium.spaces.Box(-clip, clip, mean.shape, dtype)
