@@ -385,6 +385,32 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(
     assert "checkpoint 4 is damaged" in capsys.readouterr().err
     saves.save(latest._replace(position=4))  # its place is free again
     assert Checkpoints(tmp_path).latest() is not None
+    [aside] = tmp_path.glob("damaged-4-*")
+    assert {p.name for p in aside.iterdir()} >= {"state", "about"}
+
+
+def files_in(folder: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_cannot_be_read_is_neither_deleted_nor_taken_for_nothing(tmp_path: Path):
+    Checkpoints(tmp_path / "run").save(Saved(3, {"a": np.zeros(1)}, {"none": {}}, {}))
+    for path in (tmp_path / "run" / "3").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"rubbish")
+    before = files_in(tmp_path / "run")
+    with pytest.raises(checkpoints.Unusable, match=r"none of the checkpoints \[3\]"):
+        Checkpoints(tmp_path / "run").latest()
+    assert files_in(tmp_path / "run") == before
+
+    (tmp_path / "data" / "2024").mkdir(parents=True)
+    (tmp_path / "data" / "2024" / "notes.txt").write_text("precious")
+    with pytest.raises(checkpoints.Unusable, match=r"holds \['2024'\], which no run"):
+        Checkpoints(tmp_path / "data")
+    assert len(files_in(tmp_path / "data")) == 1
+    with pytest.raises(checkpoints.Unusable, match="is a file"):
+        Checkpoints(tmp_path / "data" / "2024" / "notes.txt")
 
 
 def test_keys_and_modules_survive_the_way_through_arrays():
@@ -515,6 +541,10 @@ def test_a_run_is_neither_overwritten_nor_continued_as_another(
     line = refusal(capsys, *into, "--resume", "--normalize", "obs")
     assert "trained with variants ('none', 'obs+reward'), not ('obs',)" in line
     assert "--resume needs --checkpoint" in refusal(capsys, "--resume")
+    line = refusal(capsys, "--checkpoint-every", "5")
+    assert "--checkpoint-every needs --checkpoint" in line
+    (tmp_path / "2024").mkdir()
+    assert "which no run wrote there" in refusal(capsys, *into, "--resume")
 
 
 def settings_of(*arguments: str) -> Settings:
@@ -534,10 +564,15 @@ def test_options_combine():
     assert settings_of("--scale", "1,1,57.3").scale == (1, 1, 57.3)
 
 
-@pytest.mark.parametrize("wrong", ["--steps 0", "--seeds x", "--normalize both"])
+WRONG = ["--steps 0", "--steps inf", "--steps 1.5", "--seeds x", "--normalize both"]
+WRONG += ["--scale nan,1", "--scale a,1", "--scale 1,", "--learning-rate inf"]
+WRONG += ["--checkpoint ", "--out "]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_values_are_refused(capsys: pytest.CaptureFixture[str], wrong: str):
     with pytest.raises(SystemExit) as exit:
-        ppo.parser().parse_args(wrong.split())
+        ppo.parser().parse_args(wrong.split(" "))
     assert exit.value.code == 2
     assert wrong.split()[0] in capsys.readouterr().err
 
@@ -583,6 +618,20 @@ def test_rows_before_every_environment_finished_are_not_drawn():
     assert "55.0       50.0       60.0" in report.table(settings, MASS, histories)
     early = {"none": {"return": unfinished[:2]}}
     assert "has not finished an episode" in report.table(settings, MASS, early)
+
+
+def test_one_training_step_can_be_drawn_and_divergence_is_told(tmp_path: Path):
+    variants = {name: rows[:1] for name, rows in trained()["obs+reward"].items()}
+    settings = dataclasses.replace(LEARNING, steps=4096, variants=("obs+reward",))
+    report.write_picture(tmp_path / "a.png", settings, MASS, {"obs+reward": variants})
+    assert (tmp_path / "a.png").exists()
+    nothing = np.full((1, 2), np.nan)
+    diverged = variants | {"return": nothing, "policy_loss": nothing}
+    diverged |= {"skipped": np.array([[3.0, 7.0]])}
+    told = report.table(settings, MASS, {"obs+reward": diverged})
+    assert "diverged, losses are not finite: obs+reward" in told
+    assert "obs+reward: 7 observations were not finite" in told
+    assert "has not finished an episode" not in told
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -68,6 +68,7 @@ def update_statistics(
     mean, std = normalizer.mean.get_value(), normalizer.std
     return {
         "count": normalizer.counter.get_value(),
+        "skipped": normalizer.skipped.get_value(),
         "clip_share": clip_share,
         "drift": jnp.max(jnp.abs(mean - before) / std),
         "mean": mean,

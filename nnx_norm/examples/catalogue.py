@@ -104,12 +104,14 @@ EXTRAS: dict[Callable[[str], Environment], str] = {
 
 def find(name: str) -> str:
     """The full name of an environment given without its version, in any case."""
-    known = {full.lower().split("-v")[0]: full for full in MAKERS}
+    known = {full.lower(): full for full in MAKERS}
+    known |= {full.lower().split("-v")[0]: full for full in MAKERS}
     try:
-        return known[name.lower().split("-v")[0]]
+        return known[name.lower()]
     except KeyError:
         raise Unavailable(
-            f"unknown environment {name!r}; known: {', '.join(MAKERS)}"
+            f"unknown environment {name!r}; known: {', '.join(GYMNAX_FEATURES)}, and "
+            f"with nnx-norm[brax] installed {', '.join(BRAX_NAMES)}"
         ) from None
 
 

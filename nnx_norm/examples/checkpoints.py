@@ -3,6 +3,7 @@
 
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,10 @@ class Saved(NamedTuple):
     about: dict[str, Any]
 
 
+class Unusable(Exception):
+    """A directory that holds something else; its text is the whole message."""
+
+
 class Checkpoints:
     """The last few states of one run, in a directory of its own.
 
@@ -33,9 +38,16 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path):
+        """Look into a directory, which need not exist yet.
+
+        Raises:
+          Unusable: It is a file, or there are numbered folders that no run wrote:
+            the oldest would be deleted like old checkpoints.
+        """
         # Orbax tells of every save and restore.
         logging.getLogger("absl").setLevel(logging.ERROR)
         self.directory = Path(directory).absolute()
+        refuse_foreign(self.directory)
         self._manager = ocp.CheckpointManager(
             self.directory,
             item_handlers={
@@ -65,16 +77,37 @@ class Checkpoints:
         )
 
     def latest(self) -> Saved | None:
-        """The newest checkpoint that can be read; those that can't are removed."""
+        """The newest checkpoint that can be read; newer ones are put aside.
+
+        Raises:
+          Unusable: There are some, but none that can be read; nothing has changed.
+        """
+        damaged = []
         for position in sorted(self._manager.all_steps(), reverse=True):
             try:
-                return self._read(position)
+                saved = self._read(position)
             except Exception as error:  # whatever a damaged file makes Orbax say
-                first_line = str(error).partition("\n")[0]
+                first_line = str(error).partition("\n")[0][:200]
                 told = f"checkpoint {position} is damaged, going back: {first_line}"
                 print(told, file=sys.stderr)
-                self._manager.delete(position)
+                damaged.append(position)
+            else:
+                self._put_aside(damaged)
+                return saved
+        if damaged:
+            raise Unusable(
+                f"none of the checkpoints {damaged} in {self.directory} can be read; "
+                "they were left as they are: choose another directory"
+            )
         return None
+
+    def _put_aside(self, positions: list[int]) -> None:
+        """Keeps damaged checkpoints under a name that is none, so theirs is free."""
+        for position in positions:
+            beside = f"damaged-{position}-{time.time_ns()}"
+            (self.directory / str(position)).rename(self.directory / beside)
+        if positions:
+            self._manager.reload()
 
     def _read(self, position: int) -> Saved:
         tree = self._manager.item_metadata(position)["state"].tree
@@ -88,6 +121,19 @@ class Checkpoints:
         )
         state = read["state"]
         return Saved(position, state["learners"], state["histories"], read["about"])
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Raises unless a directory is empty of all that could be taken for checkpoints."""
+    if directory.exists() and not directory.is_dir():
+        raise Unusable(f"{directory} is a file; expected a directory for checkpoints")
+    numbered = [path for path in directory.glob("*") if path.name.isdecimal()]
+    foreign = [p.name for p in numbered if not (p / "state").exists()]
+    if foreign:
+        raise Unusable(
+            f"{directory} holds {sorted(foreign)}, which no run wrote there: choose "
+            "another directory"
+        )
 
 
 def to_arrays(tree: Any) -> dict[str, np.ndarray]:

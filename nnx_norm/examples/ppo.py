@@ -7,6 +7,7 @@ Such as `python -m nnx_norm.examples.ppo`, or with `--env Pendulum --compare`, o
 
 import argparse
 import dataclasses
+import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -48,20 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Trains what the options ask for and reports it."""
     from nnx_norm.examples import catalogue, report
+    from nnx_norm.examples.checkpoints import Unusable
     from nnx_norm.examples.progress import Progress
     from nnx_norm.examples.training import Interrupted, train
 
-    saves = open_checkpoints(options)
     try:
+        saves = open_checkpoints(options)
         options.out.mkdir(parents=True, exist_ok=True)
         settings = decide_settings(options, saves)
         environment = catalogue.make(settings.env, settings.scale)
-    except (catalogue.Unavailable, OSError) as error:
+    except (catalogue.Unavailable, Unusable, OSError) as error:
         raise Refused(str(error)) from None
     progress = Progress(settings.hyper("").steps_per_iteration * settings.seeds)
     try:
         histories, seconds = train(
-            settings, environment, progress, saves, options.checkpoint_every
+            settings, environment, progress, saves, options.checkpoint_every or 10
         )
     except Interrupted:
         print(farewell(options), file=sys.stderr)
@@ -86,6 +88,8 @@ def open_checkpoints(options: argparse.Namespace) -> "Checkpoints | None":
     if options.checkpoint is None:
         if options.resume:
             raise Refused("--resume needs --checkpoint DIR, the run to continue")
+        if options.checkpoint_every is not None:
+            raise Refused("--checkpoint-every needs --checkpoint DIR")
         return None
     saves = Checkpoints(options.checkpoint)
     if saves and not options.resume:
@@ -164,7 +168,12 @@ def parser() -> argparse.ArgumentParser:
         "`obs+reward`.",
     )
     add = cli.add_argument
-    add("--env", metavar="NAME", help="environment (default: MountainCarContinuous-v0)")
+    add(
+        "--env",
+        metavar="NAME",
+        help="MountainCarContinuous (the default), Pendulum, MountainCar, Acrobot or "
+        "CartPole; with nnx-norm[brax] installed also fast and inverted_pendulum",
+    )
     add(
         "--normalize",
         choices=VARIANTS,
@@ -190,26 +199,29 @@ def parser() -> argparse.ArgumentParser:
         type=factors,
         metavar="A,B,...",
         help="factors for the observation's features, such as 1,1,57.3 for Pendulum "
-        "with its velocity in degrees",
+        "with its velocity in degrees; if the first is negative, --scale=-1,1,1",
     )
     add("--quick", action="store_true", help="3 seeds and 80000 steps: a first look")
     add(
         "--out",
-        type=Path,
+        type=folder,
         default=Path("results"),
         help="folder for the picture and the JSON (default: results)",
     )
     add(
         "--checkpoint",
-        type=Path,
+        type=folder,
         metavar="DIR",
         help="save the whole state there now and then, and on Ctrl-C",
     )
-    add("--resume", action="store_true", help="continue the run in --checkpoint DIR")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue the run in --checkpoint DIR, or begin it if there is none yet",
+    )
     add(
         "--checkpoint-every",
         type=positive(int),
-        default=10,
         metavar="N",
         help="training steps between two checkpoints (default: 10)",
     )
@@ -217,12 +229,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """An argument type that refuses zero and less."""
+    """An argument type that refuses zero and less, and what is not finite."""
 
     def parse(text: str) -> Any:
         value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not between 0 and infinity")
         return value
 
     parse.__name__ = "number"  # what argparse calls it in its complaints
@@ -231,12 +243,30 @@ def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def int_of_float(text: str) -> int:
     """A whole number that may be written as 3e5."""
-    return int(float(text))
+    value = float(text)
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text} is no whole number")
+    return int(value)
 
 
 def factors(text: str) -> tuple[float, ...]:
-    """Numbers between commas."""
-    return tuple(float(part) for part in text.split(","))
+    """Finite numbers between commas."""
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = (math.nan,)
+    if not all(map(math.isfinite, values)):
+        raise argparse.ArgumentTypeError(
+            f"{text} are not finite numbers with commas between them, such as 1,1,57.3"
+        )
+    return values
+
+
+def folder(text: str) -> Path:
+    """A path that is not empty, as an unset variable of a shell would make it."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; for here write .")
+    return Path(text)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ class Progress:
         if "count" in metrics:
             parts.append(f"count {np.median(metrics['count']):.0f}")
             parts.append(f"clipped {np.mean(metrics['clip_share']):.2%}")
+        if np.any(metrics.get("skipped", 0)):
+            parts.append(f"{np.max(metrics['skipped']):.0f} not finite")
         return ", ".join(parts)
 
     def _is_milestone(self) -> bool:

@@ -41,6 +41,11 @@ def final_returns(history: History) -> np.ndarray:
     return history["return"][-1].astype(np.float64)
 
 
+def has_diverged(history: History) -> bool:
+    """Whether some seed's losses were not finite at the end."""
+    return not np.isfinite(history.get("policy_loss", np.zeros(1))[-1]).all()
+
+
 def table(
     settings: Settings, environment: Environment, histories: Mapping[str, History]
 ) -> str:
@@ -55,8 +60,16 @@ def table(
         final = final_returns(history)
         numbers = [np.median(final), np.min(final), np.max(final)]
         rows.append("  ".join([f"{variant:{width}}", *(f"{x:9.1f}" for x in numbers)]))
-    if any(np.isnan(final_returns(history)).any() for history in histories.values()):
+    diverged = [variant for variant in histories if has_diverged(histories[variant])]
+    if diverged:
+        rows.append(f"diverged, losses are not finite: {', '.join(diverged)}")
+    unfinished = [variant for variant in histories if variant not in diverged]
+    if any(np.isnan(final_returns(histories[v])).any() for v in unfinished):
         rows.append("nan: some environment has not finished an episode yet")
+    for variant, history in histories.items():
+        if "skipped" in history and np.any(history["skipped"][-1]):
+            skipped = np.max(history["skipped"][-1])
+            rows.append(f"{variant}: {skipped:.0f} observations were not finite")
     return "\n".join(rows)
 
 
@@ -187,7 +200,8 @@ def draw_drift(
         drift = history["drift"].copy()
         drift[0] = np.nan  # the first update moves it from nowhere
         draw_seeds(axes, settings, variant, drift, variant)
-    axes.set_yscale("log")
+    if any(np.any(history["drift"][1:] > 0) for history in histories.values()):
+        axes.set_yscale("log")  # of one update alone there is nothing to show
     axes.set_title("drift of the observations' mean")
     axes.set_ylabel("std per update")
     axes.legend()
