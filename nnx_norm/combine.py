@@ -94,6 +94,9 @@ def _combine(xp: Any, means: Any, vars: Any, counts: Any) -> tuple[Any, Any, Any
     if not isinstance(counts, Tracer) and np.any(np.asarray(counts) < 0):
         raise ValueError(f"counts are {counts}; expected numbers >= 0.")
     whole = jnp.issubdtype(counts.dtype, jnp.integer)
+    if whole and not isinstance(counts, Tracer):
+        # Beyond the integers it is as near as a float64 gets, never wrapped around.
+        whole = sum(map(int, np.asarray(counts))) <= np.iinfo(np.int64).max
     count = xp.sum(counts.astype(np.int64 if whole else np.float64))
     n = counts.astype(np.float64)
     occupied = align_leading(n, means) > 0

@@ -35,8 +35,10 @@ def exact(number: Any) -> Any:
       (3, 1.5)
     """
     whole = np.all(np.isfinite(number)) and np.all(number == np.floor(number))
-    typed = np.asarray(number).astype(np.int64 if whole else np.float64)
-    return typed.item() if typed.ndim == 0 else typed
+    if np.ndim(number) == 0:
+        return int(number) if whole else float(number)
+    held = whole and np.all(np.abs(number) < 2.0**63)
+    return np.asarray(number).astype(np.int64 if held else np.float64)
 
 
 def to_dict(

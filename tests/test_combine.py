@@ -131,3 +131,10 @@ def test_nan_of_a_real_set_is_kept():
 def test_what_does_not_fit_is_refused(three: Any, message: str):
     with pytest.raises(ValueError, match=message):
         combine_moments(*three)
+
+
+def test_counts_beyond_the_integers_do_not_wrap_around():
+    _, _, count = combine_moments([0.0, 0.0], [1.0, 1.0], [2**62, 2**62 + 1])
+    assert count.dtype == np.float64 and count == 2.0**63
+    _, _, count = combine_moments([0.0, 0.0], [1.0, 1.0], [2**62, 2**62 - 1])
+    assert count == 2**63 - 1 and count.dtype == np.int64

@@ -355,3 +355,9 @@ def test_a_resumed_export_goes_on_as_if_it_had_not_stopped():
         n.update_statistics(jnp.array([[[5.0], [9.0]]]))
     assert bits(again) == bits(norm)
     assert statistics(again) == ([4.0], [46.0], 4)
+
+
+def test_a_count_beyond_the_integers_is_exact_and_does_not_wrap_around():
+    assert exact(np.float64(1e30)) == int(1e30)
+    assert exact(np.array([1e30, 2.0])).tolist() == [1e30, 2.0]
+    assert exact(np.array([2.0**62, 2.0])).dtype == np.int64
