@@ -123,12 +123,9 @@ def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
       >>> float(value), float(residual)
       (0.10000000149011612, -1.4901161415892261e-09)
     """
-
-    def once(v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        value = v.astype(jnp.float32)
-        rest = v - value.astype(jnp.float64)
-        return value, jnp.where(jnp.isfinite(value), rest, 0.0).astype(jnp.float32)
-
-    value, residual = once(x)
-    # Rounding the residual can carry into the value (a tie): once more settles it.
-    return once(value.astype(jnp.float64) + residual.astype(jnp.float64))
+    value = x.astype(jnp.float32)
+    rest = (x - value.astype(jnp.float64)).astype(jnp.float32)
+    # Rounding the residual can carry into the value (a tie): their sum settles it.
+    settled = jnp.where(jnp.isfinite(value), value + rest, value)
+    rest = rest - (settled - value)
+    return settled, jnp.where(jnp.isfinite(settled), rest, 0.0)

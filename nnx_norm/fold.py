@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step of a running statistic: lift a history, reduce it over devices, merge."""
+"""Folding: lift a history to its moments, and merge them into running statistics."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,36 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nnx_norm import distributed, moments
-from nnx_norm.extended import double, join, split
+from nnx_norm import moments
+from nnx_norm.extended import double, split
 from nnx_norm.moments import Moments
 from nnx_norm.reread import batch_sums
-from nnx_norm.samples import all_pair
+from nnx_norm.step import Lifted, Rule, Statistics, advance
+from nnx_norm.step import joined as joined  # part of this module's interface
+from nnx_norm.step import separated as separated
 from nnx_norm.sums import on_one_cpu
 
 PyTree = Any
-
-
-class Statistics(NamedTuple):
-    """What a normalizer stores; the trees are lists of leaves `[*feat]` here."""
-
-    mean: PyTree
-    M2: PyTree
-    counter: jax.Array
-    skipped: jax.Array
-
-    @property
-    def moments(self) -> Moments:
-        """The moments among them."""
-        return Moments(self.mean, self.M2, self.counter)
-
-
-class Lifted(NamedTuple):
-    """Moments of a batch, the samples that they count, and those left out."""
-
-    moments: Moments
-    rows: jax.Array
-    skipped: jax.Array
 
 
 class Emitted(NamedTuple):
@@ -65,39 +44,6 @@ class Emitted(NamedTuple):
         """With `function` applied to each of the three trees."""
         mean, rest, M2 = (function(tree) for tree in self[:3])
         return self._replace(mean=mean, mean_residual=rest, M2=M2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """How to fold; static under jit.
-
-    Attributes:
-      skip: Whether samples that are not finite, and updates that float32 can't hold,
-        stay out and are counted.
-      axis_name: Mapped axes to reduce over.
-      decay: Factor on the old count and M2, or None.
-      max_count: Number of samples from which on nothing is folded, or None.
-    """
-
-    skip: bool = True
-    axis_name: distributed.AxisName | None = None
-    decay: float | None = None
-    max_count: float | None = None
-
-
-def joined(value: Statistics, residual: Statistics) -> Statistics:
-    """Statistics in float64; call it inside `double()`."""
-    return jax.tree.map(join, value, residual)
-
-
-def separated(statistics: Statistics) -> tuple[Statistics, Statistics]:
-    """Values and residuals in float32 of statistics in float64; inside `double()`."""
-    leaves, treedef = jax.tree.flatten(statistics)
-    pairs = [split(leaf) for leaf in leaves]
-    value, residual = (
-        jax.tree.unflatten(treedef, side) for side in zip(*pairs, strict=True)
-    )
-    return value, residual
 
 
 def fold_inputs(
@@ -142,9 +88,9 @@ def _fold_inputs(
     local: bool,
 ) -> tuple[Statistics, Statistics]:
     with double():
-        old = joined(value, residual).moments
         read = partial(lift, lead=lead, skip=rule.skip, local=local)
-        return _step(value, residual, read(history, old, mask, weights), rule)
+        batch = read(history, value.moments, mask, weights)
+        return advance(value, residual, batch, rule)
 
 
 @partial(jax.jit, static_argnames=("rule",))
@@ -153,7 +99,22 @@ def fold_moments(
 ) -> tuple[Statistics, Statistics]:
     """Fold emitted moments `[*lead, *feat]` into statistics, as `fold_inputs`."""
     with double():
-        return _step(value, residual, _unite(history, rule.skip), rule)
+        return advance(value, residual, _unite(history, rule.skip), rule)
+
+
+@partial(jax.jit, static_argnames=("rule",))
+def fold_statistics(
+    value: Statistics, residual: Statistics, other: Statistics, *, rule: Rule
+) -> tuple[Statistics, Statistics]:
+    """Fold statistics in float64 into others; call it inside `double()`."""
+
+    def step(value: Statistics, residual: Statistics, other: Statistics) -> Any:
+        batch = Lifted(other.moments, other.counter, other.skipped)
+        return advance(value, residual, batch, rule)
+
+    for _ in range(value.counter.ndim):  # a population merges member by member
+        step = jax.vmap(step)
+    return step(value, residual, other)
 
 
 def lift(
@@ -194,8 +155,7 @@ def emit(
 ) -> Emitted:
     """Moments of one batch `[*lead, *feat]`, for `fold_moments` to take later."""
     with double():
-        running = joined(value, residual).moments
-        batch, _, skipped = lift(x, running, lead=lead, skip=skip)
+        batch, _, skipped = lift(x, value.moments, lead=lead, skip=skip)
         pairs = [split(mean) for mean in batch.mean]
         return Emitted(
             [mean for mean, _ in pairs],
@@ -228,46 +188,3 @@ def _unite(history: Emitted, skip: bool) -> Lifted:
         skipped = skipped + jnp.sum(jnp.where(held, 0.0, counts))
         counts = jnp.where(held, counts, 0.0)
     return Lifted(moments.reduce(Moments(means, M2s, counts)), jnp.sum(counts), skipped)
-
-
-def _step(
-    value: Statistics, residual: Statistics, batch: Lifted, rule: Rule
-) -> tuple[Statistics, Statistics]:
-    """Merge a batch, or refuse it; one collective if there is an axis."""
-    if rule.axis_name is not None:
-        ranks = distributed.gather(batch, rule.axis_name)
-        batch = Lifted(
-            moments.reduce(ranks.moments), jnp.sum(ranks.rows), jnp.sum(ranks.skipped)
-        )
-    old = joined(value, residual)
-    merged = moments.merge(_forget(old.moments, rule.decay), batch.moments)
-    new = separated(lax.optimization_barrier(Statistics(*merged, old.skipped)))
-
-    is_open = jnp.full((), True)
-    if rule.max_count is not None:
-        is_open = old.counter < rule.max_count
-    offered = is_open & (batch.moments.count > 0)
-    held = _all_finite(new[0]) if rule.skip else jnp.full((), True)
-    left_out = batch.skipped + jnp.where(offered & ~held, batch.rows, 0.0)
-    counted = split(old.skipped + left_out)
-
-    def choose(new: Statistics, old: Statistics, skipped: jax.Array) -> Statistics:
-        kept = jax.tree.map(lambda n, o: jnp.where(offered & held, n, o), new, old)
-        more = is_open & (left_out > 0)
-        return kept._replace(skipped=jnp.where(more, skipped, old.skipped))
-
-    return choose(new[0], value, counted[0]), choose(new[1], residual, counted[1])
-
-
-def _forget(running: Moments, decay: float | None) -> Moments:
-    if decay is None:
-        return running
-    M2 = jax.tree.map(lambda v: v * decay, running.M2)
-    return Moments(running.mean, M2, running.count * decay)
-
-
-def _all_finite(statistics: Statistics) -> jax.Array:
-    """Whether means, M2s and the counter are finite."""
-    leaves = zip(statistics.mean, statistics.M2, strict=True)
-    held = [all_pair(jnp.isfinite(mean), jnp.isfinite(M2)) for mean, M2 in leaves]
-    return jnp.all(jnp.stack([*held, jnp.isfinite(statistics.counter)]))

@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
-from nnx_norm.samples import all_pair, float_dtype, total_pair
-from nnx_norm.slices import finite_in_slices
+from nnx_norm.samples import float_dtype
+from nnx_norm.slices import careful_in_slices
 from nnx_norm.sums import WHOLE_ON_CPU, Sums, on_one_cpu, sums
+from nnx_norm.weighting import Weighting, leave_out, weigh
 
 LOST = 2.5
 """Cancellation above which a batch is read again: `S2` over what it adds to M2."""
@@ -36,15 +38,6 @@ class BatchSums(NamedTuple):
 
     shift: list[jax.Array]
     sums: list[Sums]
-    count: jax.Array
-    rows: jax.Array
-    skipped: jax.Array
-
-
-class _Weight(NamedTuple):
-    """Weights as `sums` takes them, and what they add up to."""
-
-    weight: jax.Array | None
     count: jax.Array
     rows: jax.Array
     skipped: jax.Array
@@ -107,39 +100,40 @@ def batch_sums(
     if local is None:
         local = on_one_cpu(*leaves)
     read = partial(_read, leaves, lead, local=local)
-    given = _read_weights(leaves[0].shape[:lead], mask, weights)
+    given = weigh(leaves[0].shape[:lead], mask, weights)
     first = read(shift, given, careful=False)
+    sliced = local and all(x.size and x.dtype not in WHOLE_ON_CPU for x in leaves)
     # Native reductions add long chains of float32, good to a few eps of the distance:
     # not enough where all of it goes to M2.
-    allowed = prior if local else 0.0
+    allowed = jnp.asarray(prior if local else 0.0)
 
     def needed(state: tuple[jax.Array, BatchSums]) -> jax.Array:
         reads, batch = state
-        lost = [_lost_digits(s, batch.count, allowed) for s in batch.sums]
-        return (reads < READS) & jnp.any(jnp.stack(lost))
+        again = [_in_need(s, batch.count, allowed, reads) for s in batch.sums]
+        return reduce(operator.or_, again)
 
     def again(state: tuple[jax.Array, BatchSums]) -> tuple[jax.Array, BatchSums]:
         reads, batch = state
         data, reads = lax.optimization_barrier((list(leaves), reads))
-        counted = given
-        if skip:
-            counted = _leave_out(given, ~_finite_samples(data, lead, local))
         shift = [
             _better_shift(s, about, batch.count)
             for s, about in zip(batch.sums, batch.shift, strict=True)
         ]
-        batch = _read(data, lead, shift, counted, careful=True, local=local)
+        careful = _read_slices if sliced else _read_whole
+        batch = careful(data, lead, shift, given, batch, skip)
         return _varying_like_data((reads + 1, batch))
 
     start = _varying_like_data((jnp.zeros((), jnp.int32), first))
-    return lax.while_loop(needed, again, start)[1]
+    batch = lax.while_loop(needed, again, start)[1]
+    left_out = given.rows - batch.rows if skip else 0.0
+    return batch._replace(skipped=given.skipped + left_out)
 
 
 def _read(
     leaves: Sequence[jax.Array],
     lead: int,
     shift: list[jax.Array],
-    given: _Weight,
+    given: Weighting,
     *,
     careful: bool,
     local: bool,
@@ -151,81 +145,93 @@ def _read(
     return BatchSums(shift, read, given.count, given.rows, given.skipped)
 
 
-def _read_weights(
-    sizes: tuple[int, ...], mask: jax.Array | None, weights: jax.Array | None
-) -> _Weight:
-    """One weight per sample from mask and weights, and their sums."""
-    total = jnp.asarray(float(math.prod(sizes)), jnp.float64)
-    nothing = jnp.zeros((), jnp.float64)
-    if mask is None and weights is None:
-        return _Weight(None, total, total, nothing)
-    masks = [] if mask is None else [_over(mask, len(sizes))]
-    if weights is None:
-        return _tally(masks[0], sizes, nothing)
-    weight = _over(weights, len(sizes))
-    weight = weight if weight.dtype == jnp.float64 else weight.astype(jnp.float32)
-    valid = jnp.isfinite(weight) & (weight >= 0)
-    refused = ~valid if mask is None else ~valid & masks[0]
-    for keep in (valid, *masks):
-        weight = jnp.where(keep, weight, 0)
-    skipped = _tally(refused, sizes, nothing).rows
-    return _tally(weight, sizes, skipped)
-
-
-def _over(weight: jax.Array, lead: int) -> jax.Array:
-    """A leading prefix `[T, B]`, with axes of size 1 up to `lead`."""
-    return weight.reshape(weight.shape + (1,) * (lead - weight.ndim))
-
-
-def _tally(weight: jax.Array, sizes: tuple[int, ...], skipped: jax.Array) -> _Weight:
-    """Sums of weights; those of a prefix stand for several samples each."""
-    times = math.prod(
-        n for n, m in zip(sizes, weight.shape, strict=True) if m == 1 and n != 1
+def _read_slices(
+    leaves: Sequence[jax.Array],
+    lead: int,
+    shift: list[jax.Array],
+    given: Weighting,
+    last: BatchSums,
+    skip: bool,
+) -> BatchSums:
+    """The careful read on one CPU device."""
+    sums, (count, rows) = careful_in_slices(
+        leaves,
+        shift,
+        given.weight,
+        lead,
+        skip=skip,
+        last=([(s.first, s.second) for s in last.sums], (last.count, last.rows)),
     )
-    rows = weight.astype(jnp.bool_).astype(jnp.int32)
-    axes = tuple(range(weight.ndim))
-    count, rows = total_pair(weight.astype(jnp.float64), rows, axes)
-    return _Weight(weight, count * times, rows.astype(jnp.float64) * times, skipped)
+    return last._replace(
+        shift=shift, sums=[Sums(*s) for s in sums], count=count, rows=rows
+    )
 
 
-def _lost_digits(s: Sums, count: jax.Array, prior: jax.Array | float) -> jax.Array:
-    """Whether a feature's sums are not finite, or mostly the shift's own distance."""
-    delta = s.first / jnp.where(count > 0, count, 1.0)
-    within = jnp.maximum(s.second - s.first * delta, 0.0)
+def _read_whole(
+    leaves: Sequence[jax.Array],
+    lead: int,
+    shift: list[jax.Array],
+    given: Weighting,
+    last: BatchSums,
+    skip: bool,
+) -> BatchSums:
+    """The careful read anywhere else."""
+    # Integers are finite: XLA would spend seconds on adding up constant flags.
+    if skip and any(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
+        given = leave_out(given, ~_finite_samples(leaves, lead))
+    batch = _read(leaves, lead, shift, given, careful=True, local=False)
+    return batch._replace(skipped=last.skipped)
+
+
+def _in_need(
+    s: Sums, count: jax.Array, prior: jax.Array, reads: jax.Array
+) -> jax.Array:
+    """Whether sums are not finite, or mostly the shift's own distance, in a feature.
+
+    With means $d = S_1 / n$ and $m$ samples before, $S_2 - S_1 d$ is from within the
+    batch and $d^2 n m / (n + m)$ what the merge adds; all times $n (n + m)$ here, since
+    a division of scalars would be a kernel of its own.
+    """
+    prior = prior.astype(jnp.float64)
     both = count + prior
-    between = delta**2 * (count * prior / jnp.where(both > 0, both, 1.0))
-    kept = s.second <= LOST * (within + between)  # NaN compares false
-    return ~all_pair(kept, jnp.isfinite(s.second))
+    square, second = s.first**2, s.second * (count * both)
+    kept = LOST * (jnp.maximum(second - square * both, 0.0) + square * prior)
+    is_good = second - kept <= 0  # NaN compares false, and inf - inf is one
+    allowed = jnp.where(is_good, jnp.int32(0), jnp.int32(READS))
+
+    def larger(x: Any, y: Any) -> tuple[Any, Any]:
+        return jnp.maximum(x[0], y[0]), jnp.maximum(x[1], y[1])
+
+    zero = jnp.zeros((), jnp.int32)
+    given = jnp.broadcast_to(reads, allowed.shape)
+    axes = tuple(range(allowed.ndim))
+    reads, most = lax.reduce((given, allowed), (zero, zero), larger, axes)
+    return reads < most
 
 
-def _leave_out(given: _Weight, bad: jax.Array) -> _Weight:
-    """Weights without the bad samples `[*lead]`, which count as skipped."""
-    if given.weight is None:
-        weight = ~bad
-    else:
-        weight = jnp.where(bad, jnp.zeros_like(given.weight), given.weight)
-    kept = _tally(weight, bad.shape, given.skipped)
-    return kept._replace(skipped=given.skipped + (given.rows - kept.rows))
-
-
-def _finite_samples(leaves: list[jax.Array], lead: int, local: bool) -> jax.Array:
+def _finite_samples(leaves: Sequence[jax.Array], lead: int) -> jax.Array:
     """Bool `[*lead]`: the samples that are finite in all features of all leaves."""
     finite = jnp.ones(leaves[0].shape[:lead], jnp.bool_)
     for x in leaves:
         if jnp.issubdtype(x.dtype, jnp.floating):
-            sliced = local and x.dtype not in WHOLE_ON_CPU
-            finite &= finite_in_slices(x, lead) if sliced else _finite(x, lead)
+            finite &= _finite(x, lead)
     return finite
 
 
 def _finite(x: jax.Array, lead: int) -> jax.Array:
-    """Whether the largest and the smallest feature are: XLA fuses that everywhere."""
+    """Whether the largest and the smallest feature are: XLA fuses that everywhere.
+
+    But it gathers two floats per sample from every device that has some of the
+    features, where it could all-reduce one flag: so only for CPU.
+    """
+    axes = tuple(range(lead, x.ndim))
+    if jax.default_backend() != "cpu":
+        return jnp.all(jnp.isfinite(x), axis=axes)
 
     def largest(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
         return jnp.maximum(a[0], b[0]), jnp.maximum(a[1], b[1])  # NaN wins
 
     least = jnp.asarray(-jnp.inf, x.dtype)
-    axes = tuple(range(lead, x.ndim))
     high, low = lax.reduce((x, -x), (least, least), largest, axes)
     none = jnp.asarray(bool(x.size), jnp.bool_)  # no feature at all: -inf, and finite
     return ~none | (jnp.isfinite(high) & jnp.isfinite(low))
@@ -236,8 +242,9 @@ def _better_shift(s: Sums, shift: jax.Array, count: jax.Array) -> jax.Array:
 
     In float32 like the samples, so that the deviations of a constant are exact.
     """
-    mean = shift.astype(jnp.float64) + s.first / jnp.where(count > 0, count, 1.0)
-    mean = mean.astype(shift.dtype)
+    # A vector to divide by: the reciprocal of a scalar would be a kernel of its own.
+    n = jnp.where(count > 0, count, 1.0) + 0.0 * s.first
+    mean = (shift.astype(jnp.float64) + s.first / n).astype(shift.dtype)
     return jnp.where(jnp.isfinite(mean), mean, shift)
 
 
@@ -249,6 +256,8 @@ def _varying_like_data(
     `shard_map` checks that a loop carry keeps its type; `lax.pcast` is refused under
     a vmapped axis, so the type is taken from the data by a select between equal values.
     """
+    if AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
+        return state  # and features may be sharded: no part of them to be had
     batch = state[1]
     probes = [s.first.ravel()[:1] for s in batch.sums] + [batch.count.reshape(1)]
     probe = jnp.isnan(jnp.sum(jnp.concatenate(probes)))

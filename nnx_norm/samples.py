@@ -43,7 +43,9 @@ def deviation(x: jax.Array, shift: jax.Array) -> jax.Array:
     dtype = float_dtype(x.dtype)
     shift = shift.astype(dtype)
     if jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 4:
-        low = x & jnp.asarray(0xFFF, x.dtype)  # both parts fit in 24 bits
+        # Both parts fit in 24 bits. The remainder has the sign of x: for -1 a bit mask
+        # gave -4096 + 4095, and the first is too coarse beside a small shift.
+        low = lax.rem(x, jnp.asarray(0x1000, x.dtype))
         return ((x - low).astype(dtype) - shift) + low.astype(dtype)
     return x.astype(dtype) - shift
 
@@ -63,59 +65,3 @@ def align_leading(leading: Any, leaf: Any) -> Any:
       (4, 1, 1)
     """
     return leading.reshape(leading.shape + (1,) * (leaf.ndim - leading.ndim))
-
-
-def total_pair(
-    a: jax.Array, b: jax.Array, axes: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Sums of two arrays of one shape over the same axes, in one reduction.
-
-    XLA's CPU compiler fuses what a reduction of two operands reads; for one operand
-    it writes conversions and selections down first, at the size of what they read.
-
-    Args:
-      a: Array `[*shape]`.
-      b: Array `[*shape]`.
-      axes: Axes to sum over.
-
-    Returns:
-      Two arrays without those axes.
-
-    Example:
-      >>> [float(v) for v in total_pair(jnp.ones(3), jnp.arange(3.0), (0,))]
-      [3.0, 3.0]
-    """
-
-    def add(x: Any, y: Any) -> tuple[Any, Any]:
-        return x[0] + y[0], x[1] + y[1]
-
-    first, second = lax.reduce((a, b), (zero_of(a), zero_of(b)), add, axes)
-    return first, second
-
-
-def all_pair(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Whether two bool arrays of one shape are all true, in one reduction.
-
-    Args:
-      a: Bool array.
-      b: Bool array of that shape.
-
-    Returns:
-      Bool scalar.
-
-    Example:
-      >>> bool(all_pair(jnp.array([True, True]), jnp.array([True, False])))
-      False
-    """
-
-    def both(x: Any, y: Any) -> tuple[Any, Any]:
-        return x[0] & y[0], x[1] & y[1]
-
-    true = jnp.ones((), jnp.bool_)
-    first, second = lax.reduce((a, b), (true, true), both, tuple(range(a.ndim)))
-    return first & second
-
-
-def zero_of(x: jax.Array) -> jax.Array:
-    """A scalar zero of the dtype of `x`."""
-    return jnp.zeros((), x.dtype)

@@ -14,7 +14,9 @@ to read, none of which materialises anything of the history's size:
   accelerators. On CPU a term shared by both would be materialised, so the second
   reads through an optimization barrier, and a select would be too, so a weight of
   zero multiplies; should a NaN stand there, the careful read follows.
-- The careful read of such a batch: one reduction of two operands in float64.
+- The careful read of such a batch: the same in float64, or on CPU one reduction of
+  two operands. XLA gathers the sums of all devices for that, `[devices, *feat]`, where
+  native reductions take an all-reduce.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from nnx_norm.samples import align_leading, deviation, total_pair
+from nnx_norm.kernels import total_pair
+from nnx_norm.samples import align_leading, deviation
 from nnx_norm.slices import sums_in_slices
 
 FUSED_ON_CPU = (jnp.float32, jnp.float64, jnp.uint8, jnp.int8, jnp.bool_)
@@ -100,8 +103,8 @@ def sums(
       [[0.0, 0.0], [2.0, 200.0]]
     """
     local = on_one_cpu(x) if local is None else local
-    if local and x.dtype not in WHOLE_ON_CPU:
-        return Sums(*sums_in_slices(x, shift, weight, lead, careful=careful))
+    if local and not careful and x.dtype not in WHOLE_ON_CPU:
+        return Sums(*sums_in_slices(x, shift, weight, lead))
     fused = jax.default_backend() != "cpu" or x.dtype in FUSED_ON_CPU
     read = _native if fused and not careful else _careful
     return read(x, shift, weight, lead)
@@ -133,4 +136,7 @@ def _careful(
         w = align_leading(weight, x)
         d = jnp.where(w.astype(jnp.bool_), d, 0.0)
         w = w.astype(jnp.float64)
-    return Sums(*total_pair(w * d, w * d * d, tuple(range(lead))))
+    axes = tuple(range(lead))
+    if jax.default_backend() != "cpu":
+        return Sums(jnp.sum(w * d, axes), jnp.sum(w * d * d, axes))
+    return Sums(*total_pair(w * d, w * d * d, axes))
