@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
+from jax.tree_util import keystr
 
 from nnx_norm import moments
 from nnx_norm.extended import double
@@ -61,7 +63,8 @@ def all_reduce_processes(batch: Moments) -> Moments:
     """Moments of the samples of all `jax.distributed` processes, outside jit.
 
     For rollouts that each process keeps to itself; every process calls it at the same
-    point. Fold the result with `update_from_moments`, or `merge` it.
+    point. Fold the result with `Normalizer.merge_from`, which takes `Moments` as they
+    are, or with `RunningMeanStd.update_from_moments(m.mean, m.M2 / m.count, m.count)`.
 
     Args:
       batch: This process's moments; made inside `extended.double()` they keep their
@@ -73,38 +76,108 @@ def all_reduce_processes(batch: Moments) -> Moments:
 
     Raises:
       ValueError: Leaves differ in number or shape between processes; every process
-        raises it.
+        raises it, naming them.
 
     Example:
-      >>> m = all_reduce_processes(moments.from_batch(jnp.array([0.0, 2.0])))
-      >>> [float(v) for v in m]
-      [1.0, 2.0, 2.0]
+      >>> from nnx_norm import Normalizer
+      >>> m = all_reduce_processes(moments.from_batch(jnp.array([[0.0], [2.0]])))
+      >>> norm = Normalizer(1)
+      >>> norm.merge_from(m)
+      >>> norm.count, norm.mean.get_value().tolist(), norm.M2.get_value().tolist()
+      (2, [1.0], [2.0])
     """
-    leaves, treedef = jax.tree.flatten(batch)
+    given, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    leaves = [leaf for _, leaf in given]
     shapes = [np.shape(leaf) for leaf in leaves]
-    digest = zlib.crc32(repr((str(treedef), shapes)).encode())
-    if len(set(_from_processes(np.array([digest], np.uint32)).ravel().tolist())) > 1:
-        raise ValueError(
-            f"The moments have the shapes {shapes} on process {jax.process_index()} "
-            "and others elsewhere; expected the same tree of shapes everywhere."
-        )
+    refuse_unequal({f"moments{keystr(p)}": f"{np.shape(leaf)}" for p, leaf in given})
     with double():
         flat = np.concatenate([np.asarray(v, np.float64).ravel() for v in leaves])
         # As pairs of 32-bit words: float64 arrays don't travel with x64 off.
-        table = _from_processes(flat.view(np.uint32)).view(np.float64)
+        table = gather_processes(flat.view(np.uint32)).view(np.float64)
         ends = np.cumsum([0, *(np.size(leaf) for leaf in leaves)])
         rows = [
             table[:, a:b].reshape(-1, *shape)
             for a, b, shape in zip(ends, ends[1:], shapes, strict=False)
         ]
-        united = moments.reduce(jax.tree.unflatten(treedef, rows))
+        united = _reduce(jax.tree.unflatten(treedef, rows))
         return jax.tree.map(np.asarray, united)
 
 
-def _from_processes(words: np.ndarray) -> np.ndarray:
-    """Rows of all processes `[processes, N]`, contiguous."""
+_reduce = jax.jit(moments.reduce)  # one program: here the caller isn't compiled
+
+
+def gather_processes(words: np.ndarray) -> np.ndarray:
+    """Rows of all `jax.distributed` processes, outside jit.
+
+    Args:
+      words: This process's array `[N]` of numbers of 32 bits or less, as long on every
+        process.
+
+    Returns:
+      NumPy array `[processes, N]`.
+
+    Example:
+      >>> gather_processes(np.array([1, 2], np.uint32)).tolist()
+      [[1, 2]]
+    """
     rows = multihost_utils.process_allgather(words)
     return np.ascontiguousarray(rows).reshape(jax.process_count(), -1)
+
+
+def refuse_unequal(found: dict[str, str]) -> None:
+    """Raise on every process where processes are not about to do the same.
+
+    Without it they would go on with arrays of different shapes: with other numbers on
+    each, or waiting for one another for ever.
+
+    Args:
+      found: What this process has, by name: for a leaf its shape.
+
+    Raises:
+      ValueError: Another process has something else; names it, and who has what.
+
+    Example:
+      >>> refuse_unequal({"history['goal']": "float32 (128, 64, 3)"})
+    """
+    if jax.process_count() == 1:
+        return
+    text = json.dumps(list(found.items())).encode()
+    digest = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint32)
+    head = np.array([jax.process_index(), len(text)], np.uint32)
+    heads = gather_processes(np.concatenate([head, digest]))
+    if np.all(heads[:, 1:] == heads[0, 1:]):
+        return
+    words = -(-int(heads[:, 1].max()) // 4)  # as many for all
+    texts = gather_processes(np.frombuffer(text.ljust(4 * words), np.uint32))
+    told = {
+        int(head[0]): dict(json.loads(row.tobytes()))
+        for head, row in zip(heads, texts, strict=True)
+    }
+    raise ValueError(_disagreement(told))
+
+
+def _disagreement(told: dict[int, dict[str, str]]) -> str:
+    """Which names stand for what on which processes."""
+    lines = ["The processes differ; expected the same on every one:"]
+    for name in dict.fromkeys(name for found in told.values() for name in found):
+        ranks: dict[str, list[int]] = {}
+        for rank, found in sorted(told.items()):
+            ranks.setdefault(found.get(name, "missing"), []).append(rank)
+        if len(ranks) > 1:
+            each = [f"{what} on {_processes(who)}" for what, who in ranks.items()]
+            lines.append(f"  {name}: {', '.join(each)}")
+    if len(lines) == 1:
+        lines.append("  The leaves come in another order.")
+    lines.append(
+        "Give every process the same tree and as many environments; mask what is too "
+        "many."
+    )
+    return "\n".join(lines)
+
+
+def _processes(ranks: list[int]) -> str:
+    """Their name in a message."""
+    return f"process{'es' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def gather(tree: Any, axis_name: AxisName) -> Any:

@@ -1,137 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running statistics in a module: the Variables, and all that only needs them."""
+"""Running statistics in a module: read, set, copied, merged, and as plain dicts."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.core import Tracer
+from jax.tree_util import keystr
 
-from nnx_norm import arguments, serialization
+from nnx_norm import arguments, fold, serialization
 from nnx_norm.arguments import float64_array
 from nnx_norm.extended import double, join
-from nnx_norm.fold import Statistics, separated
+from nnx_norm.fold import Statistics
+from nnx_norm.moments import Moments
 from nnx_norm.samples import align_leading
 from nnx_norm.serialization import exact
-from nnx_norm.spec import Spec
+from nnx_norm.storage import NormalizerStatistics as NormalizerStatistics
+from nnx_norm.storage import StoredStatistics, placed_like
+from nnx_norm.tree import is_mapping
 
 PyTree = Any
 
 
-class NormalizerStatistics(nnx.Variable):
-    """Variable type of running statistics: no parameter, replicated over devices.
-
-    Example:
-      >>> from nnx_norm import Normalizer
-      >>> len(jax.tree.leaves(nnx.state(Normalizer(3), NormalizerStatistics)))
-      8
-    """
-
-
-class RunningStatistics(nnx.Module):
+class RunningStatistics(StoredStatistics):
     """Base of the normalizers: mean, M2 and counter, kept in float64 grade.
 
     Attributes:
-      mean: Tree of float32 arrays `[*feat]`.
-      M2: The same tree: sums of squared deviations from the mean.
-      counter: float32 scalar: the nearest to the number of samples, see `count`.
-      skipped: float32 scalar: the number of samples left out as not finite.
-      residual: What float32 can't hold of these four, by name.
-      frozen: Whether folding is off.
+      nonfinite: "skip" or "propagate".
+      axis_name: Mapped axis or axes that updates reduce over, or None.
     """
 
     nonfinite: str
-
-    def _allocate(self, spec: Spec) -> None:
-        """Create the Variables for no sample."""
-        self.spec = spec
-        self.frozen = False
-        value = self._empty()
-        self.mean = NormalizerStatistics(value.mean)
-        self.M2 = NormalizerStatistics(value.M2)
-        self.counter = NormalizerStatistics(value.counter)
-        self.skipped = NormalizerStatistics(value.skipped)
-        self.residual = NormalizerStatistics(self._empty()._asdict())
-
-    def _add_members(self, members: tuple[int, ...]) -> None:
-        """Give fresh statistics the axes of a population in front, as nnx.vmap does."""
-        zeros = jax.tree.map(lambda v: jnp.zeros(members + v.shape), self._read())
-        self._write(*zeros)
-
-    def _empty(self) -> Statistics:
-        def leaves() -> PyTree:
-            shapes = self.spec.features
-            return self.spec.unflatten([jnp.zeros(s, jnp.float32) for s in shapes])
-
-        # Every Variable has buffers of its own: a shared one can't be donated.
-        counts = [jnp.zeros((), jnp.float32) for _ in range(2)]
-        return Statistics(leaves(), leaves(), *counts)
-
-    def _read(self) -> tuple[Statistics, Statistics]:
-        """Values and residuals, with lists of leaves for trees."""
-
-        def flat(tree: PyTree) -> list[jax.Array]:
-            return jax.tree.leaves(tree)
-
-        rest = self.residual.get_value()
-        value = Statistics(
-            flat(self.mean.get_value()),
-            flat(self.M2.get_value()),
-            self.counter.get_value(),
-            self.skipped.get_value(),
-        )
-        return value, Statistics(
-            flat(rest["mean"]), flat(rest["M2"]), rest["counter"], rest["skipped"]
-        )
-
-    def _statistics_here(self) -> tuple[Statistics, Statistics]:
-        """Values and residuals, once they are known to have the spec's shapes."""
-        value, residual = self._read()
-        shapes = tuple(v.shape for v in value.mean)
-        if shapes != self.spec.features:
-            raise ValueError(
-                f"The statistics have the shapes {shapes}; expected "
-                f"{self.spec.features}. With a member axis in front, call a population "
-                "under nnx.vmap; otherwise they were set or restored from elsewhere."
-            )
-        dtypes = sorted({str(v.dtype) for v in jax.tree.leaves((value, residual))})
-        if dtypes != ["float32"]:
-            raise TypeError(
-                f"The statistics have the dtypes {dtypes}; expected float32 throughout. "
-                "They were cast, or restored into a template of another dtype (which "
-                "casts without a word): restore into nnx.state(model) as it is."
-            )
-        # Constants to every gradient, also where the whole module is differentiated.
-        return jax.lax.stop_gradient((value, residual))
-
-    def _write(self, value: Statistics, residual: Statistics) -> None:
-        tree = self.spec.unflatten
-        self.mean.set_value(tree(value.mean))
-        self.M2.set_value(tree(value.M2))
-        self.counter.set_value(value.counter)
-        self.skipped.set_value(value.skipped)
-        rest = residual._replace(mean=tree(residual.mean), M2=tree(residual.M2))
-        self.residual.set_value(rest._asdict())
-
-    def _statistics64(self) -> Statistics:
-        """Statistics on the host, float64 NumPy arrays in full precision."""
-        value, residual = self._read()
-        with double():
-            return jax.tree.map(lambda v, r: np.asarray(join(v, r)), value, residual)
-
-    def _store64(self, statistics: Statistics) -> None:
-        """Write float64 statistics into buffers of our own, placed like the old."""
-        arguments.refuse_torn(self.spec, *statistics.moments)
-        with double():
-            new = separated(
-                jax.tree.map(lambda v: jnp.asarray(v, jnp.float64), statistics)
-            )
-        self._write(*jax.tree.map(_placed_like, new, self._read()))
+    axis_name: Any
 
     @property
     def variance(self) -> PyTree:
@@ -181,18 +86,97 @@ class RunningStatistics(nnx.Module):
             raise TypeError(
                 f"copy_from got {type(other).__name__}; expected a normalizer."
             )
-        ours, theirs = self._read(), other._read()
-        same = self.spec.unflatten(ours[0].mean), other.spec.unflatten(theirs[0].mean)
+        self._refuse_unlike(other, "copy_from")
+        self._write(*jax.tree.map(jnp.copy, other._read()))
+
+    def merge_from(
+        self, other: RunningStatistics | Moments | Mapping[str, Any]
+    ) -> None:
+        """Merge samples that were counted elsewhere: one update, as exact.
+
+        What has been merged is never merged again: of a worker that started from
+        these very statistics take what it has added, not its totals; see
+        `nnx_norm.increments`. Settings apply as in an update: while frozen or from
+        `max_count` on nothing is merged, `decay` forgets once if there are samples,
+        and a sum that float32 can't hold is skipped. No device is asked: under an
+        `axis_name` every one must merge the same.
+
+        Args:
+          other: A normalizer of the same structure and shapes; or its `to_dict`, of
+            which only the statistics are read; or `Moments` with float64 leaves
+            `[*feat]`, as `all_reduce_processes` gives them. `skipped` is added.
+
+        Raises:
+          TypeError: `other` is something else.
+          ValueError: The structure or a shape differs, a value is out of range, or
+            `other` is this normalizer; nothing has changed then.
+
+        Example:
+          >>> from nnx_norm import Normalizer
+          >>> norm, other = Normalizer(1), Normalizer(1)
+          >>> norm.update_statistics(jnp.array([[1.0], [2.0], [3.0]]))
+          >>> other.update_statistics(jnp.array([[10.0]]))
+          >>> norm.merge_from(other)
+          >>> norm.count, norm.mean.get_value().tolist(), norm.M2.get_value().tolist()
+          (4, [4.0], [50.0])
+        """
+        self._merge(self._statistics_of(other))
+
+    def _statistics_of(self, other: Any) -> Statistics:
+        """Statistics that fit these, in float64: use traced ones in `double()`."""
+        value, _ = self._read()
+        finite = self.nonfinite == "skip"
+        if other is self:
+            raise ValueError(
+                "merge_from got the normalizer itself: it would count twice."
+            )
+        if isinstance(other, RunningStatistics):
+            self._refuse_unlike(other, "merge_from")
+            with double():
+                return fold.joined(*other._read())
+        if isinstance(other, Moments):
+            return self._statistics_of_moments(other)
+        if is_mapping(other):
+            return serialization.load_dict(self.spec, other, value, finite=finite)
+        raise TypeError(
+            f"merge_from got {type(other).__name__}; expected a normalizer, Moments or "
+            "a dict of to_dict."
+        )
+
+    def _statistics_of_moments(self, moments: Moments) -> Statistics:
+        value, _ = self._read()
+
+        def leaves(tree: PyTree, name: str, **checks: Any) -> list[Any]:
+            where = [f"{name}{keystr(self.spec.paths[i])}" for i in self.spec.kept]
+            given = zip(self.spec.flatten(tree, name), value.mean, where, strict=True)
+            return [float64_array(v, m.shape, at, **checks) for v, m, at in given]
+
+        count = float64_array(moments.count, value.counter.shape, "count", minimum=0.0)
+        finite = self.nonfinite == "skip"
+        mean = leaves(moments.mean, "mean", finite=finite)
+        M2 = leaves(moments.M2, "M2", finite=finite, minimum=0.0)
+        skipped: Any = np.zeros(count.shape)
+        return Statistics(mean, M2, count, skipped)
+
+    def _merge(self, other: Statistics) -> None:
+        """Fold float64 statistics that fit."""
+        rule = dataclasses.replace(self._rule, axis_name=None)
+        if not self.frozen:
+            with double():  # what comes is float64
+                old, other = jax.lax.stop_gradient((self._read(), other))
+                new = fold.fold_statistics(*old, other, rule=rule)
+            self._write(*jax.tree.map(placed_like, new, old))
+
+    def _refuse_unlike(self, other: RunningStatistics, name: str) -> None:
+        ours, theirs = self._read()[0], other._read()[0]
+        same = self.spec.unflatten(ours.mean), other.spec.unflatten(theirs.mean)
         structures = [jax.tree.structure(tree) for tree in same]
-        shapes = [
-            jax.tree.map(jnp.shape, leaves.mean) for leaves in (ours[0], theirs[0])
-        ]
+        shapes = [jax.tree.map(jnp.shape, leaves.mean) for leaves in (ours, theirs)]
         if structures[0] != structures[1] or shapes[0] != shapes[1]:
             raise ValueError(
-                f"copy_from got the statistics of {other.spec.describe()} with the "
+                f"{name} got the statistics of {other.spec.describe()} with the "
                 f"shapes {shapes[1]}; expected {self.spec.describe()} with {shapes[0]}."
             )
-        self._write(*jax.tree.map(jnp.copy, theirs))
 
     def set_statistics(self, mean: PyTree, variance: PyTree, count: Any) -> None:
         """Set the statistics, for a warm start: a prior, or an earlier stage's.
@@ -278,6 +262,11 @@ class RunningStatistics(nnx.Module):
     def _settings(self) -> dict[str, Any]:
         raise NotImplementedError
 
+    @property
+    def _rule(self) -> fold.Rule:
+        """How to fold."""
+        return fold.Rule(self.nonfinite == "skip", self.axis_name)
+
     def _std(self, M2: Any, count: Any) -> Any:
         """What to divide one leaf by; arrays of NumPy in float64 or of JAX."""
         raise NotImplementedError
@@ -287,11 +276,3 @@ def variance_of(M2: Any, count: Any) -> Any:
     """`M2 / count` of NumPy or JAX arrays, zero before any sample."""
     n = align_leading(count, M2)
     return M2 / (n + (n == 0).astype(n.dtype))
-
-
-def _placed_like(new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` with the sharding of `old`, where both are concrete."""
-    if isinstance(new, Tracer) or isinstance(old, Tracer):
-        return new
-    # A restored state may hold NumPy arrays: then there is nowhere to put it.
-    return jax.device_put(new, getattr(old, "sharding", None))

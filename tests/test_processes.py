@@ -1,104 +1,204 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moments of several real processes, over gloo on this machine; it always ends."""
+"""Real processes over gloo on this machine, and the same calls in one process."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
+import signal
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from launcher import FAILED, Rank, launch
+from ranks import ROLLOUTS, SHAPE, B, T, fold, listed, part, rollout
+from support import moments64
 
-from nnx_norm import distributed, moments
-
-WORKER = """
-import json, os, sys
-import jax
-import numpy as np
-
-rank, size, port, uneven = map(int, sys.argv[1:])
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(
-    f"127.0.0.1:{port}", num_processes=size, process_id=rank,
-    initialization_timeout=60, heartbeat_timeout_seconds=10,
+from nnx_norm import (
+    Normalizer,
+    RewardNormalizer,
+    RunningMeanStd,
+    all_reduce_processes,
+    distributed,
+    global_arrays,
+    local_arrays,
+    moments,
 )
-from nnx_norm import RunningMeanStd, distributed, moments
-from nnx_norm.extended import double
 
-try:
-    rng = np.random.default_rng(rank)
-    features = 3 + (rank if uneven else 0)
-    x = np.float32(1e4 + rng.normal(size=(5 + rank, features)))
-    with double():  # a mean of 1e4 in float32 would be off by 5e-4
-        batch = distributed.all_reduce_processes(moments.from_batch(x))
-    stats = RunningMeanStd((3,), initial_count=0)
-    stats.update_from_moments(batch.mean, batch.M2 / batch.count, batch.count)
-    state = {k: np.asarray(v).tolist() for k, v in stats.to_numpy()._asdict().items()}
-    print("RESULT", json.dumps(state), flush=True)
-except Exception as error:
-    print("ERROR", type(error).__name__, error, flush=True)
-    os._exit(3)  # a normal exit would wait for the others
-"""
+P = PartitionSpec
 
 
-def launch(size: int, uneven: bool = False) -> list[tuple[int, str]]:
-    """Exit status and output of every process; killed after a minute and a half."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("XLA")}
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+@pytest.mark.parametrize(
+    "size, devices, end", [(2, 2, "killed"), (4, 1, "raises")], ids=["2x2", "4"]
+)
+def test_processes_are_one_until_one_leaves(size: int, devices: int, end: str):
+    # One launch for all checks: starting up and compiling takes most of the time.
+    ranks = launch("ranks:everything", size, end, devices=devices)
+    log = "\n".join(rank.output for rank in ranks)
+    told = [rank.results() for rank in ranks]
+    assert all(results.get("left") == T * B for results in told), log
+    for rank, results in enumerate(told):
+        assert results["shape"] == [T, B, 3] and results["back"], log
+        inputs_are_local(results, rank, size)
+        refuses_as_all_do(results["refusals"], size)
+    statistics_are_those_of_one_process(told)
+    survivors_end_by_themselves(ranks, told, end)
+
+
+def statistics_are_those_of_one_process(told: list[dict[str, Any]]) -> None:
+    norm, rewards = Normalizer(SHAPE), RewardNormalizer(0.9, num_envs=B)
+    whole = [rollout(seed) for seed in range(ROLLOUTS)]
+    for data in whole:
+        fold(norm, rewards, data)
+    mask = np.concatenate([data["mask"] for data in whole])
+    rows = np.concatenate([data["history"]["a"] for data in whole])[mask]
+    right = moments64(rows)
+    for name in ("jit", "shard_map", "moments"):
+        found = told[0][name]
+        close(found, listed(norm))
+        assert found["count"] == right.count
+        spread = np.sqrt(right.M2 / right.count)
+        assert np.all(np.abs(found["mean"]["a"] - right.mean) <= 1e-7 * spread)
+        np.testing.assert_allclose(found["M2"]["a"], right.M2, rtol=5e-7)
+    close(told[0]["rewards"], listed(rewards))
+    for results in told:
+        for name in ("jit bits", "rewards bits", "shard_map bits", "moments"):
+            assert results[name] == told[0][name]
+        assert results["no rows"] == results["shard_map bits"]
+
+
+def close(found: Any, right: Any) -> None:
+    """As far from each other as the bounds on one device's error; all std are > 1."""
+    for name, bounds in {"mean": (0, 1e-7), "M2": (5e-7, 0)}.items():
+        pairs = zip(*(jax.tree.leaves(d[name]) for d in (found, right)), strict=True)
+        for a, b in pairs:
+            np.testing.assert_allclose(a, b, rtol=bounds[0], atol=bounds[1])
+    assert [found[k] for k in ("count", "skipped")] == [right["count"], 0]
+
+
+def inputs_are_local(results: dict[str, Any], rank: int, size: int) -> None:
+    """Global statistics normalize local inputs, and so do their local copies."""
+    norm, x = Normalizer(SHAPE), part(rollout(0)["history"], rank, size)
+    norm.load_dict(results["jit"])
+    right = norm.normalize(jax.tree.map(lambda v: v[0], x))
+    assert results["local"]
+    for y in results["forward"]:
+        for name in SHAPE:
+            np.testing.assert_allclose(y[name], right[name], atol=1e-6)
+
+
+def refuses_as_all_do(refusals: dict[str, Any], size: int) -> None:
+    each = B // size
+    others = "process 0" if size == 2 else "processes 0, 2, 3"
+    words = {
+        "shape": f"local['a']: float32 (4, {each}, 3) on {others}, "
+        f"float32 (4, {each - 1}, 3) on process 1",
+        "structure": f"local['b']: float32 (4, {each}) on {others}, missing on process",
+        "dtype": f"on {others}, int32 (4, {each}) on process 1",
+        "type": f"local['b']: float32 (4, {each}) on {others}, str on process 1",
+        "axis": f"placement: P(None, 'd') over {{'d': 4}} on {others}, P('d',) over",
+        "moments": f"moments.mean: (3,) on {others}, (2,) on process 1",
+        "replicated": f"local['a'] of shape (4, {each}, 3) becomes one of shape (4, ",
+        "indivisible": "local has shape (2, 3, 3), which P(None, 'd') over {'d': 4}",
+        "no axis": "local['a'] has shape (3,); expected 2 axes or more",
+        "global": "local['a'] is an array that is global already, float32 (4, 8, 3)",
     }
-    environment.pop("JAX_NUM_CPU_DEVICES", None)
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, *map(str, (rank, size, port, int(uneven)))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=90)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    return [(w.returncode, out) for w, out in zip(workers, outputs, strict=True)]
+    if size == 4:  # a device for each: nothing to divide
+        assert refusals.pop("indivisible")[0] == "accepted"
+        del words["indivisible"]
+    assert refusals.keys() == words.keys()
+    for name, (told, seconds) in refusals.items():
+        assert words[name] in told and seconds < 10
 
 
-def test_two_processes_unite_their_moments_bit_for_bit():
-    results = []
-    for status, output in launch(2):
-        assert status == 0, output
-        line = next(v for v in output.splitlines() if v.startswith("RESULT"))
-        results.append(json.loads(line.removeprefix("RESULT")))
-    assert results[0] == results[1]
-    x = [
-        np.float32(1e4 + np.random.default_rng(rank).normal(size=(5 + rank, 3)))
-        for rank in range(2)
-    ]
-    whole = np.concatenate(x).astype(np.float64)
-    np.testing.assert_allclose(results[0]["mean"], whole.mean(0), rtol=1e-11)
-    np.testing.assert_allclose(results[0]["var"], whole.var(0), rtol=5e-7)
-    assert results[0]["count"] == 11
+def survivors_end_by_themselves(ranks: list[Rank], told: Any, end: str) -> None:
+    lost = ranks[1]
+    assert lost.status == (-9 if end == "killed" else FAILED)
+    for rank, results in zip(ranks, told, strict=True):
+        if rank is not lost:
+            assert not rank.killed and rank.seconds - lost.seconds < 30
+            if rank.status == FAILED:
+                assert "lost" in results, rank.output
+                message, seconds = results["lost"]
+                assert "Gloo all-reduce failed" in message and "by peer" in message
+                assert seconds < 30
+            else:  # on a busy machine the service may be the first to notice
+                assert rank.status == -signal.SIGABRT
+                assert "indicates that another task died" in rank.output
 
 
-def test_processes_with_other_shapes_all_refuse():
-    for status, output in launch(2, uneven=True):
-        assert status == 3
-        assert "ERROR ValueError The moments have the shapes" in output
+# One process
+
+
+@pytest.fixture
+def mesh() -> jax.sharding.Mesh:
+    assert jax.device_count() > 1
+    return jax.make_mesh((jax.device_count(),), ("d",))
+
+
+def test_in_one_process_it_is_a_device_put(mesh):
+    x = {"a": np.ones((2, 16, 3)), "m": np.ones((2, 16), bool), "n": None}
+    found = global_arrays(x, mesh)
+    split = NamedSharding(mesh, P(None, "d"))
+    assert {leaf.sharding for leaf in jax.tree.leaves(found)} == {split}
+    np.testing.assert_array_equal(found["a"], x["a"])
+    assert found["n"] is None and found["a"].dtype == jnp.float32
+    rows = global_arrays({"a": jnp.ones((16, 3))}, mesh, axis=0)
+    assert rows["a"].sharding == NamedSharding(mesh, P("d"))
+    placed = global_arrays(np.ones((2, 3)), NamedSharding(mesh, P()))
+    assert placed.is_fully_replicated
+    assert local_arrays(found)["a"] is found["a"]
+
+
+def test_meshes_of_several_axes_split_over_all_of_them():
+    mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+    found = global_arrays(np.ones((3, 8, 2), np.float32), mesh)
+    assert {s.data.shape for s in found.addressable_shards} == {(3, 2, 2)}
+
+
+def test_buffers_of_the_caller_may_be_written_at_once(mesh):
+    # Without a copy JAX went on reading the NumPy memory of some of them.
+    for _ in range(8):
+        x = np.ones((512, 64, 16), np.float32)
+        found = global_arrays(x, NamedSharding(mesh, P("d")))
+        x[:] = 7
+        assert float(found.max()) == 1
+
+
+@pytest.mark.parametrize(
+    "leaf, error, words",
+    [
+        (np.ones((2, 3)), ValueError, r"local\['x'\] has shape \(2, 3\), which P"),
+        (np.ones(8), ValueError, r"local\['x'\] has shape \(8,\); expected 2 axes"),
+        (np.array([["a"]]), TypeError, r"local\['x'\] is .*; expected a local array"),
+        ("text", TypeError, r"local\['x'\] is str; expected a local array of numbers"),
+        (jax.random.key(0), TypeError, r"local\['x'\] is key<"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(mesh, leaf, error, words):
+    with pytest.raises(error, match=words):
+        global_arrays({"x": leaf}, mesh)
 
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_one_process_keeps_its_moments(count):
     batch = moments.from_batch(np.arange(2.0 * count).reshape(count, 2))
-    out = distributed.all_reduce_processes(batch)
+    out = all_reduce_processes(batch)
     assert float(out.count) == count
     np.testing.assert_array_equal(out.mean, batch.mean)
     np.testing.assert_array_equal(out.M2, batch.M2)
+
+
+def test_united_moments_fold_into_the_ports_too():
+    m = all_reduce_processes(moments.from_batch(jnp.array([[0.0], [2.0]])))
+    stats = RunningMeanStd((1,), initial_count=0)
+    stats.update_from_moments(m.mean, m.M2 / m.count, m.count)
+    found = [float(np.sum(v)) for v in stats.to_numpy()[:3]]
+    assert found == [1.0, 1.0, 2.0]
+
+
+def test_processes_tell_apart_trees_of_another_order():
+    told = {0: {"a": "()", "b": "()"}, 1: {"b": "()", "a": "()"}}
+    assert "The leaves come in another order" in distributed._disagreement(told)
+    told[1]["a"] = "(1,)"
+    found = distributed._disagreement(told)
+    assert "  a: () on process 0, (1,) on process 1\n" in found and "order" not in found

@@ -2,6 +2,7 @@
 """What both normalizers share: Variables, freezing, setting, copying, keeping."""
 
 import copy
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from support import EPS, Box, Observation, Pair, bits, statistics
+from support import EPS, Box, Observation, Pair, bits, moments64, statistics
 
-from nnx_norm import Normalizer, NormalizerStatistics, RewardNormalizer
+from nnx_norm import Moments, Normalizer, RewardNormalizer
 
 TREE = {"a": 2, "b": {"c": ()}}
 KINDS = {
@@ -39,31 +40,7 @@ def state(norm: Any) -> dict[str, Any]:
     return {path: kind for path, kind in bits(norm).items() if "running" not in path}
 
 
-# Variables
-
-
-@both
-def test_variables_are_float32_of_their_own_type(make):
-    norm = make()
-    found = nnx.state(norm, NormalizerStatistics)
-    assert {"mean", "M2", "counter", "skipped"} < set(found)
-    for name in ("mean", "M2"):
-        value = getattr(norm, name).get_value()
-        assert {k: v.shape for k, v in value.items() if k == "a"} == {"a": (2,)}
-        assert value["b"]["c"].shape == ()
-    assert norm.counter.get_value().shape == norm.skipped.get_value().shape == ()
-    kinds = {(dtype, weak) for dtype, _, weak, _ in bits(norm).values()}
-    assert kinds == {("float32", False)}
-    assert not jax.tree.leaves(nnx.state(norm, nnx.Param))
-    assert issubclass(NormalizerStatistics, nnx.Variable)
-    assert not issubclass(NormalizerStatistics, (nnx.Param, nnx.BatchStat))
-
-
-@both
-def test_fresh_statistics_hold_no_invented_sample(make):
-    norm = make()
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves(nnx.state(norm)))
-    assert norm.count == 0 and type(norm.count) is int
+# Reading
 
 
 def test_derived_statistics_have_the_structure_of_the_spec():
@@ -83,50 +60,6 @@ def test_count_is_exact_and_an_int_where_it_is_whole():
     for count in (0, 1, 2**24 + 1, 2**31, 2**48 + 1, 0.375, 2**20 + 0.5):
         norm.set_statistics(0.0, 1.0, count)
         assert norm.count == count and type(norm.count) is type(count)
-
-
-# A residual serves its own value only
-
-
-def written_directly(name: str) -> Normalizer:
-    """Statistics with a residual everywhere, then one Variable written."""
-    norm = Normalizer(1)
-    norm.set_statistics(np.array([1 / 3]), np.array([0.7]), 2**24 + 1)
-    variable = getattr(norm, name)
-    variable.set_value(jnp.full_like(variable.get_value(), 2.0**-40))
-    return norm
-
-
-@pytest.mark.parametrize(
-    "name, key", [("mean", "mean"), ("M2", "M2"), ("counter", "count")]
-)
-def test_a_foreign_residual_counts_as_zero_wherever_it_is_read(name, key):
-    norm = written_directly(name)
-    plain = written_directly(name)
-    rest = plain.residual.get_value()
-    plain.residual.set_value({**rest, name: jnp.zeros_like(rest[name])})
-    assert np.all(norm.to_dict()[key] == 2.0**-40)
-    assert norm.count == plain.count
-    x = jnp.array([[0.5], [2.0]])
-    np.testing.assert_array_equal(norm.normalize(x), plain.normalize(x))
-    np.testing.assert_array_equal(norm.denormalize(x), plain.denormalize(x))
-    for n in (norm, plain):
-        n.update_statistics(x[None])
-    assert statistics(norm) == statistics(plain)
-    copied = Normalizer(1)
-    copied.copy_from(written_directly(name))
-    assert statistics(copied)[2] == written_directly(name).count
-
-
-def test_every_read_agrees_on_what_is_stored():
-    norm = Normalizer(1)
-    mean, variance, count = 1e6 + 1 / 3, 0.7, 2**24 + 1
-    norm.set_statistics(np.array([mean]), np.array([variance]), count)
-    d = norm.to_dict()
-    assert d["mean"][0] == pytest.approx(mean, rel=2.0**-48)
-    assert d["M2"][0] == pytest.approx(variance * count, rel=2.0**-48)
-    assert norm.mean.get_value()[0] == np.float32(mean)
-    assert norm.counter.get_value() == np.float32(count)
 
 
 # Freeze, reset, copy
@@ -254,7 +187,7 @@ def test_set_statistics_leaves_skipped_as_it_is():
         ({"a": np.zeros(3), "b": {"c": 0}}, 1.0, 1, "mean['a'] has shape (3,)"),
         ({"a": 0.0, "b": {"c": 0}}, 1.0, 1, "mean['a'] has shape ()"),
         ({"a": np.zeros(2)}, 1.0, 1, "mean['b']['c'] is missing"),
-        (np.zeros(2), 1.0, 1, "mean is not in the normalizer's spec"),
+        (np.zeros(2), 1.0, 1, "mean is "),
         (0.0, -1.0, 1, "variance['a'] holds"),
         (0.0, {"a": [1, -1], "b": {"c": 0}}, 1, "variance['a'] holds [1.0, -1.0]"),
         (0.0, 1.0, -1, "count holds -1.0"),
@@ -317,6 +250,148 @@ def test_setting_keeps_the_placement():
     norm.set_statistics(0.0, 1.0, 2)
     norm.load_dict(norm.to_dict())
     assert {leaf.sharding for leaf in jax.tree.leaves(nnx.state(norm))} == {placed}
+
+
+# Merging
+
+
+def counted(rows: Any, **settings: Any) -> Normalizer:
+    """A normalizer that has seen rows `[n]`."""
+    norm = Normalizer(1, **settings)
+    norm.update_statistics(np.asarray(rows, np.float32)[:, None])
+    return norm
+
+
+def of(norm: Normalizer) -> Moments:
+    """Its moments in float64, as `all_reduce_processes` gives them."""
+    d = norm.to_dict()
+    return Moments(d["mean"], d["M2"], np.float64(d["count"]))  # pyright: ignore
+
+
+def listed(norm: Normalizer) -> Any:
+    return json.loads(json.dumps(norm.to_dict(), default=np.ndarray.tolist))
+
+
+WAYS = {
+    "normalizer": lambda norm: norm,
+    "moments": of,
+    "dict": Normalizer.to_dict,
+    "flat dict": lambda norm: norm.to_dict(flat=True),
+    "JSON": listed,
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_merging_counts_the_samples_of_the_other_exactly(way):
+    rows = np.asarray(1e6 + np.random.default_rng(0).normal(size=20), np.float32)
+    norm, other = counted(rows[:4]), counted(rows[4:9])
+    before = bits(other)
+    norm.merge_from(way(other))
+    norm.merge_from(way(counted(rows[9:])))
+    assert bits(other) == before
+    right, d = moments64(rows[:, None]), norm.to_dict()
+    assert norm.count == right.count
+    np.testing.assert_allclose(d["mean"], right.mean, rtol=2.0**-46)
+    np.testing.assert_allclose(d["M2"], right.M2, rtol=1e-9)
+
+
+@both
+def test_merging_reaches_every_leaf_and_leaves_running_returns(make):
+    norm, other = make(), make()
+    fold(norm)
+    fold(other, 5.0)
+    a, b = norm.to_dict(), other.to_dict()
+    returns = {k: v for k, v in bits(norm).items() if "running" in k}
+    norm.merge_from(other)
+    d = norm.to_dict()
+    assert d["count"] == 8
+    for get in (lambda tree: tree["a"], lambda tree: tree["b"]["c"]):
+        means, M2s = [get(v["mean"]) for v in (a, b)], [get(v["M2"]) for v in (a, b)]
+        np.testing.assert_allclose(get(d["mean"]), np.mean(means, 0), rtol=1e-13)
+        between = 2 * np.square(means[1] - means[0])
+        np.testing.assert_allclose(get(d["M2"]), np.sum(M2s, 0) + between, rtol=1e-13)
+    assert returns == {k: v for k, v in bits(norm).items() if "running" in k}
+
+
+def test_merging_obeys_the_settings_as_an_update_does():
+    other = counted([8.0, float("nan"), 12.0])
+    norm = counted([1.0, 3.0], max_count=3)
+    norm.merge_from(other)  # folds, then stops
+    assert statistics(norm) == ([6.0], [74.0], 4) and norm.to_dict()["skipped"] == 1
+    before = bits(norm)
+    norm.merge_from(other)
+    assert bits(norm) == before
+
+    norm = counted([1.0, 3.0], decay=0.5)  # weight 1 and M2 1 by then
+    norm.merge_from(other)
+    np.testing.assert_allclose(norm.to_dict()["mean"], 22 / 3, rtol=1e-13)
+    assert norm.count == 3
+    before = bits(norm)
+    norm.merge_from(Normalizer(1))
+    assert bits(norm) == before
+
+    norm = counted([1.0])
+    norm.freeze()
+    before = bits(norm)
+    norm.merge_from(other)
+    assert bits(norm) == before
+
+
+def test_merging_what_float32_cannot_hold_is_skipped():
+    norm, huge = counted([-1e19]), counted([2e19, 2e19])
+    norm.set_statistics(-1e19, 3e38, 1)
+    before = statistics(norm)
+    norm.merge_from(huge)
+    assert statistics(norm) == before and norm.to_dict()["skipped"] == 2
+
+
+@both
+def test_merging_refuses_what_does_not_fit_and_changes_nothing(make):
+    norm = make()
+    made: Any = Moments
+    fold(norm)
+    before = bits(norm)
+    mean, M2 = norm.to_dict()["mean"], norm.to_dict()["M2"]
+    negative = {"a": np.array([-1.0, 1.0]), "b": {"c": np.float64(0)}}
+    for other, words in (
+        (norm, "the normalizer itself"),
+        (Normalizer({"a": 3, "b": {"c": ()}}), "merge_from got the statistics of"),
+        (made(0.0, M2, 3), "mean is "),
+        (made({**mean, "a": 0.0}, M2, 3), "mean['a'] has shape ()"),
+        (made(mean, negative, 3), "M2['a'] holds"),
+        (made(mean, M2, -3), "count holds -3"),
+        (made(mean, M2, float("nan")), "count holds nan"),
+        ({"mean": mean, "M2": M2}, "count is missing"),
+    ):
+        with pytest.raises(ValueError) as error:
+            norm.merge_from(other)
+        assert words in str(error.value)
+    with pytest.raises(TypeError, match="merge_from got int; expected a normalizer"):
+        norm.merge_from(3)
+    assert bits(norm) == before
+
+
+def test_merging_works_under_jit_and_at_once_for_populations():
+    one, two = counted([1.0, 2.0]), counted([10.0])
+    right = counted([1.0, 2.0])
+    for other in (two, of(two)):
+        right.merge_from(other)
+
+    def unite(norm: Normalizer, other: Normalizer, moments: Moments) -> None:
+        norm.merge_from(other)
+        norm.merge_from(moments)
+
+    nnx.jit(unite)(one, two, jax.tree.map(jnp.float32, of(two)))
+    assert bits(one) == bits(right)
+
+    norm, other = population(), population()
+    mean = np.arange(6.0).reshape(3, 2)
+    norm.set_statistics(mean, 1.0, np.array([1, 2, 4]))
+    other.set_statistics(mean + 2, 1.0, np.array([1, 2, 4]))
+    norm.merge_from(other)
+    assert norm.count.tolist() == [2, 4, 8]
+    np.testing.assert_allclose(norm.to_dict()["mean"], mean + 1, rtol=1e-13)
+    np.testing.assert_allclose(norm.variance, np.full((3, 2), 2.0), rtol=EPS)
 
 
 # Populations

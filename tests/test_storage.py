@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Variables of running statistics: their types, and what a residual serves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support import bits, statistics
+
+from nnx_norm import Normalizer, NormalizerStatistics, RewardNormalizer, place
+
+TREE = {"a": 2, "b": {"c": ()}}
+KINDS = {
+    "Normalizer": lambda: Normalizer(TREE),
+    "RewardNormalizer": lambda: RewardNormalizer(0.5, shape=TREE, num_envs=2),
+}
+both = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
+
+
+@both
+def test_variables_are_float32_of_their_own_type(make):
+    norm = make()
+    found = nnx.state(norm, NormalizerStatistics)
+    assert {"mean", "M2", "counter", "skipped"} < set(found)
+    for name in ("mean", "M2"):
+        value = getattr(norm, name).get_value()
+        assert {k: v.shape for k, v in value.items() if k == "a"} == {"a": (2,)}
+        assert value["b"]["c"].shape == ()
+    assert norm.counter.get_value().shape == norm.skipped.get_value().shape == ()
+    kinds = {(dtype, weak) for dtype, _, weak, _ in bits(norm).values()}
+    assert kinds == {("float32", False)}
+    assert not jax.tree.leaves(nnx.state(norm, nnx.Param))
+    assert issubclass(NormalizerStatistics, nnx.Variable)
+    assert not issubclass(NormalizerStatistics, (nnx.Param, nnx.BatchStat))
+
+
+@both
+def test_fresh_statistics_hold_no_invented_sample(make):
+    norm = make()
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(nnx.state(norm)))
+    assert norm.count == 0 and type(norm.count) is int
+
+
+# A residual serves its own value only
+
+
+def written_directly(name: str) -> Normalizer:
+    """Statistics with a residual everywhere, then one Variable written."""
+    norm = Normalizer(1)
+    norm.set_statistics(np.array([1 / 3]), np.array([0.7]), 2**24 + 1)
+    variable = getattr(norm, name)
+    variable.set_value(jnp.full_like(variable.get_value(), 2.0**-40))
+    return norm
+
+
+@pytest.mark.parametrize(
+    "name, key", [("mean", "mean"), ("M2", "M2"), ("counter", "count")]
+)
+def test_a_foreign_residual_counts_as_zero_wherever_it_is_read(name, key):
+    norm = written_directly(name)
+    plain = written_directly(name)
+    rest = plain.residual.get_value()
+    plain.residual.set_value({**rest, name: jnp.zeros_like(rest[name])})
+    assert np.all(norm.to_dict()[key] == 2.0**-40)
+    assert norm.count == plain.count
+    x = jnp.array([[0.5], [2.0]])
+    np.testing.assert_array_equal(norm.normalize(x), plain.normalize(x))
+    np.testing.assert_array_equal(norm.denormalize(x), plain.denormalize(x))
+    for n in (norm, plain):
+        n.update_statistics(x[None])
+    assert statistics(norm) == statistics(plain)
+    copied = Normalizer(1)
+    copied.copy_from(written_directly(name))
+    assert statistics(copied)[2] == written_directly(name).count
+
+
+def test_every_read_agrees_on_what_is_stored():
+    norm = Normalizer(1)
+    mean, variance, count = 1e6 + 1 / 3, 0.7, 2**24 + 1
+    norm.set_statistics(np.array([mean]), np.array([variance]), count)
+    d = norm.to_dict()
+    assert d["mean"][0] == pytest.approx(mean, rel=2.0**-48)
+    assert d["M2"][0] == pytest.approx(variance * count, rel=2.0**-48)
+    assert norm.mean.get_value()[0] == np.float32(mean)
+    assert norm.counter.get_value() == np.float32(count)
+
+
+def test_statistics_that_were_set_go_with_a_history_on_a_mesh():
+    mesh = Mesh(jax.devices(), "d")
+    x = jax.device_put(
+        jnp.ones((2, 8, 2)), NamedSharding(mesh, PartitionSpec(None, "d"))
+    )
+    for norm in (Normalizer(2), place(Normalizer(2), mesh)):
+        norm.set_statistics(0.0, 1.0, 16)
+        norm.update_statistics(x)
+        assert norm.count == 32
+        sharding = norm.mean.get_value().sharding
+        norm.load_dict(norm.to_dict())
+        assert norm.mean.get_value().sharding == sharding
