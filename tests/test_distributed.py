@@ -25,7 +25,7 @@ Run = Callable[..., Any]  # of the whole; leaves of the result are `[devices, ..
 T, B, F = 3, 8, 2
 DEVICES = 8
 COLLECTIVES = re.compile(
-    r"= [^=]*? (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)"
+    r"= .*? (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)"
     r"(?:-start)?\("
 )
 
@@ -274,6 +274,14 @@ def test_a_tree_of_twenty_leaves_takes_one_collective(axis):
         np.testing.assert_allclose(leaf, exact(history(6) * (i + 1) + i)[0], atol=1e-4)
 
 
+def test_under_pmap_it_is_one_too():
+    def local(x: jax.Array) -> Moments:
+        return all_reduce(from_batch(many_leaves(x), (0, 1)), "d")
+
+    lowered: Any = jax.pmap(local, axis_name="d").lower(by_device(history(6)))
+    assert COLLECTIVES.findall(lowered.compile().as_text()) == ["all-reduce"]
+
+
 # Gather.
 
 
@@ -435,6 +443,106 @@ def test_a_sharded_history_under_plain_jit_gives_the_same(spec):
     variance = one.M2[0] / one.counter
     assert np.all(np.abs(many.mean[0] - one.mean[0]) <= 1e-7 * np.sqrt(variance))
     assert np.all(np.abs(many.M2[0] - one.M2[0]) <= 5e-7 * one.M2[0])
+
+
+# One device or many.
+
+SIZES = {shard_mapped: (1, 2, 4, 8), pmapped: (2, 4), vmapped: (2, 4)}
+WAYS = [(way, n) for way, sizes in SIZES.items() for n in sizes]
+WAYS += [("plain jit", n) for n in (2, 4, 8)]
+
+
+def fold_over(way: Any, devices: int) -> Run:
+    """The step over so many devices; leaves of the result are `[ranks, ...]`."""
+    mesh, shards = Mesh(jax.devices()[:devices], "d"), PartitionSpec(None, "d")
+    rule = Rule(axis_name=None if way == "plain jit" else "d")
+
+    def local(x: jax.Array, state: Any) -> Any:
+        value, residual = state
+        return fold_inputs(value, residual, [x], None, None, lead=2, rule=rule)
+
+    def ranks(v: jax.Array) -> np.ndarray:
+        assert v.is_fully_replicated and len(v.addressable_shards) == devices
+        return np.stack([shard.data for shard in v.addressable_shards])
+
+    if way in (vmapped, pmapped):
+        transform = jax.pmap if way is pmapped else jax.vmap
+        run = transform(local, axis_name="d", in_axes=(0, None))
+
+        def stacked(x: jax.Array, state: Any) -> Any:
+            parts = jnp.stack(jnp.split(x, devices, axis=1))
+            return jax.tree.map(np.asarray, run(parts, state))
+
+        return stacked
+    specs = {"in_specs": (shards, PartitionSpec()), "out_specs": PartitionSpec()}
+    mapped = local
+    if way is shard_mapped:
+        mapped = jax.shard_map(local, mesh=mesh, **specs)
+    compiled = jax.jit(mapped)
+    split = jax.NamedSharding(mesh, shards)
+    return lambda x, state: jax.tree.map(
+        ranks, compiled(jax.device_put(x, split), state)
+    )
+
+
+@pytest.mark.parametrize(("way", "devices"), WAYS)
+def test_any_number_of_devices_holds_the_statistics_of_one(way, devices):
+    run = fold_over(way, devices)
+    for offset in (0.0, 1e4, 1e6):
+        many, rows = empty(), np.zeros((0, F))
+        for seed in range(2):
+            x = history(seed, offset + np.arange(B))
+            many = first_device(run(jnp.asarray(x), many))
+            rows = np.concatenate([rows, x.reshape(-1, F)])
+            mean, M2, count = exact(rows)
+            held = numbers(many)
+            assert held.counter == count
+            assert np.all(np.abs(held.mean[0] - mean) <= 1e-7 * np.sqrt(M2 / count))
+            assert np.all(np.abs(held.M2[0] - M2) <= 5e-7 * M2)
+
+
+SPLITS = [(None, "d"), ("d",), ("t", "d"), (None, "t", "d")]
+
+
+def sharded_update(split: tuple[Any, ...], features: int) -> str:
+    """The program of an update on a tree with such a history."""
+    shape, names = ((2, 4), ("t", "d")) if "t" in split else ((8,), ("d",))
+    mesh = Mesh(np.reshape(jax.devices(), shape), names)
+
+    def on_mesh(shape: tuple[int, ...], *spec: Any) -> Any:
+        sharding = jax.NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    leaves = [on_mesh((features,), *split[2:])] * 3
+    state = Statistics(leaves, leaves, on_mesh(()), on_mesh(()))
+    history = [on_mesh((8, 8, features), *split)] * 3
+
+    def update(value: Any, residual: Any, history: Any) -> Any:
+        return fold_inputs(value, residual, history, None, None, lead=2, rule=Rule())
+
+    compiled = jax.jit(update).lower(state, state, history).compile()
+    return str(compiled.as_text())
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_no_history_is_gathered_under_plain_jit(split):
+    # On CPU the careful read gathers the sums of every device (and where features are
+    # split, two numbers for every sample); the history is 8 times as large as these.
+    program = sharded_update(split, 64)
+    shapes = [tuple(map(int, v.split(","))) for v in GATHERED.findall(program)]
+    assert shapes and set(COLLECTIVES.findall(program)) == {"all-reduce", "all-gather"}
+    assert max(map(math.prod, shapes)) <= DEVICES * 64
+
+
+def test_on_accelerators_not_even_sums_are_gathered(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # as it is read there
+    for split in ((None, "d"), (None, "t", "d")):
+        program = sharded_update(split, 72)  # a shape not traced for CPU
+        assert "all-reduce" in COLLECTIVES.findall(program)
+        shapes = [tuple(map(int, v.split(","))) for v in GATHERED.findall(program)]
+        assert (
+            max(map(math.prod, shapes)) <= DEVICES
+        )  # the number of each one's samples
 
 
 def test_merging_what_devices_reduced_equals_reducing_what_they_merged():

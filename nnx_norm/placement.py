@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where statistics lie on a mesh: `place` puts them there once, updates keep them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr
+
+from nnx_norm.returns import RunningReturn
+from nnx_norm.statistics import NormalizerStatistics
+
+Model = TypeVar("Model", bound=nnx.Module)
+Axes = str | tuple[str, ...] | None
+Shape = tuple[int, ...]
+
+
+def place(
+    model: Model,
+    mesh: Mesh,
+    *,
+    environments: Axes = None,
+    features: str | PartitionSpec | None = None,
+) -> Model:
+    """Put the statistics in a model on a mesh, as updates will leave them.
+
+    Fresh statistics lie on one device. The first update with a history sharded over a
+    mesh leaves them on all, and the second then compiles anew; placed statistics come
+    back from every update as they went in. The names are those of the history's
+    sharding: one `P(None, "data", "model")` asks for `environments="data"` and
+    `features="model"`. Call it outside jit, again after statistics came from elsewhere
+    (a port's state dict, a restore onto other devices). Under several processes every
+    one calls it, with the same values, and needs no other. Parameters and what else is
+    in the model stay where they are.
+
+    Args:
+      model: Any module with normalizers (ports, rewards) in it, or the abstract one of
+        `nnx.eval_shape`, which becomes a template to restore into.
+      mesh: The mesh that histories are sharded over, Auto or Explicit.
+      environments: Mesh axis, or axes, that environments are split over: running
+        returns are then, too. None replicates them.
+      features: Mesh axis that the first feature axis is split over, or the
+        `PartitionSpec` of all feature axes, for very wide observations: what has
+        features is split like them. A leaf with fewer axes, or that it doesn't divide,
+        stays replicated, as everything does with None.
+
+    Returns:
+      `model`, changed in place.
+
+    Raises:
+      TypeError: `mesh` is none, or this is inside a jit.
+      ValueError: The mesh has no such axis, or it doesn't divide the environments.
+        Nothing has changed then.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from nnx_norm import Normalizer, RewardNormalizer
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("devices",))
+      >>> norm = place(Normalizer({"goal": 3}), mesh)
+      >>> len(norm.mean.get_value()["goal"].sharding.device_set) == jax.device_count()
+      True
+      >>> rewards = RewardNormalizer(0.99, num_envs=8 * jax.device_count())
+      >>> rewards = place(rewards, mesh, environments="devices")
+      >>> rewards.running_return.get_value().sharding.spec[0]
+      'devices'
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh is {type(mesh).__name__}; expected a Mesh, such as "
+            'jax.make_mesh((jax.device_count(),), ("devices",)).'
+        )
+    spec = PartitionSpec(features) if isinstance(features, str) else features
+    axes = () if spec is None else tuple(spec)
+    _refuse_unknown(mesh, environments=environments, features=axes)
+    chosen = {
+        NormalizerStatistics: partial(_split_features, mesh, axes),
+        RunningReturn: partial(_split_environments, mesh, environments),
+    }
+    moved = [
+        (variable, _on(mesh, variable, path, members, chosen))
+        for path, variable, members in _variables(model)
+    ]
+    for variable, value in moved:
+        variable.set_value(value)
+    return model
+
+
+def _variables(
+    model: nnx.Module,
+) -> Iterator[tuple[tuple[Any, ...], nnx.Variable, int]]:
+    """Statistics and running returns, with paths and the number of member axes."""
+    nodes = list(nnx.iter_graph(model))
+    owners = {path: node for path, node in nodes if isinstance(node, nnx.Module)}
+    for path, node in nodes:
+        if isinstance(node, (NormalizerStatistics, RunningReturn)):
+            beside = vars(owners.get(path[:-1], node))
+            # A scalar but for a population's; so named in normalizers and in ports.
+            counter = beside.get("counter", beside.get("count"))
+            known = isinstance(counter, nnx.Variable)
+            yield path, node, np.ndim(counter.get_value()) if known else 0
+
+
+def _on(
+    mesh: Mesh,
+    variable: nnx.Variable,
+    path: tuple[Any, ...],
+    members: int,
+    chosen: dict[type, Callable[[Shape, str], tuple[Any, ...]]],
+) -> Any:
+    """The value of one Variable with every leaf on the mesh."""
+    kind = RunningReturn if isinstance(variable, RunningReturn) else None
+    split = chosen[kind or NormalizerStatistics]
+
+    def move(keys: Any, leaf: Any) -> Any:
+        name = ".".join(map(str, path)) + keystr(keys)
+        if isinstance(leaf, Tracer):
+            raise TypeError(f"place got a traced {name}; call it outside jit.")
+        entries = (None,) * members + split(tuple(leaf.shape[members:]), name)
+        spec = _as_jax_writes(mesh, entries, len(leaf.shape))
+        return _moved(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(move, variable.get_value())
+
+
+def _as_jax_writes(mesh: Mesh, entries: tuple[Any, ...], ndim: int) -> PartitionSpec:
+    """The spec as a compiled function gives it to its results.
+
+    `P()` and `P(None)` say the same and are two to the cache of compiled functions.
+    """
+    if AxisType.Explicit in mesh.axis_types:
+        return PartitionSpec(*entries, *[None] * (ndim - len(entries)))
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return PartitionSpec(*entries)
+
+
+def _split_features(
+    mesh: Mesh, axes: tuple[Any, ...], shape: Shape, name: str
+) -> tuple[Any, ...]:
+    """How the feature axes of one leaf are split."""
+    del name
+    sizes = [_devices(mesh, axis) for axis in axes]
+    fits = len(shape) >= len(sizes) and not any(
+        size % parts for size, parts in zip(shape, sizes, strict=False)
+    )
+    return axes if fits else ()
+
+
+def _split_environments(
+    mesh: Mesh, axis: Axes, shape: Shape, name: str
+) -> tuple[Any, ...]:
+    """How running returns `[B, *shape]` are split."""
+    if shape[0] % _devices(mesh, axis):
+        raise ValueError(
+            f"{name} has {shape[0]} environments; expected a multiple of the "
+            f"{_devices(mesh, axis)} devices along {axis!r}."
+        )
+    return (axis,)
+
+
+def _moved(leaf: Any, sharding: NamedSharding) -> Any:
+    """A leaf with another sharding; a leaf of another process's devices too."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    if getattr(leaf, "sharding", None) == sharding:
+        return leaf
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        if not leaf.is_fully_replicated:
+            return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
+        leaf = leaf.addressable_data(0)
+    # No device_put: it can't reach other processes' devices without asking them, and
+    # shares the memory of what it is given. A copy: the memory may become a buffer.
+    host = np.array(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i].copy())
+
+
+def _refuse_unknown(mesh: Mesh, **given: Any) -> None:
+    """Raise for names that are no axes of the mesh."""
+    for name, axes in given.items():
+        unknown = [axis for axis in _names(axes) if axis not in mesh.axis_names]
+        if unknown:
+            raise ValueError(
+                f"{name} names the axes {unknown}; the mesh has {mesh.axis_names}."
+            )
+
+
+def _names(axes: Any) -> list[Any]:
+    """The axis names in an entry of a PartitionSpec, or in several."""
+    if axes is None:
+        return []
+    if isinstance(axes, (tuple, list)):
+        return [name for entry in axes for name in _names(entry)]
+    return [axes]
+
+
+def _devices(mesh: Mesh, axes: Any) -> int:
+    """Number of parts that an entry of a PartitionSpec makes."""
+    return math.prod(mesh.shape[name] for name in _names(axes))
