@@ -126,7 +126,7 @@ def choice(value: Any, name: str, *options: str) -> str:
       >>> choice("skip", "nonfinite", "skip", "propagate")
       'skip'
     """
-    if value not in options:
+    if not isinstance(value, str) or value not in options:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(options)}.")
     return value
 

@@ -9,8 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_norm.stateful import StatefulModule, StatefulModuleOutput, no_loss
-from nnx_norm.tree import canonicalize
+from nnx_norm.stateful import (
+    FORGOTTEN,
+    StatefulModule,
+    StatefulModuleOutput,
+    no_loss,
+    refuse_forgotten,
+)
+from nnx_norm.tree import canonicalize, is_mapping
 
 
 class Delay(StatefulModule):
@@ -52,11 +58,7 @@ class Delay(StatefulModule):
     def __init__(
         self, sample_input: Any, k_steps: int, initial_value: float = 0.0
     ) -> None:
-        if isinstance(k_steps, bool) or not hasattr(k_steps, "__index__"):
-            raise TypeError(f"k_steps is {k_steps!r}; expected an integer.")
-        if k_steps < 1:
-            raise ValueError(f"k_steps is {k_steps}; expected at least 1.")
-        self.k_steps = operator.index(k_steps)
+        self.k_steps = _whole(k_steps, "k_steps", least=1)
         # NaN differs from itself, but not inside a tuple: equal delays stay equal.
         self._initial_value = (_as_number(initial_value),)
         # Leaves and structure apart: hashable, so that equal delays share a trace.
@@ -82,7 +84,12 @@ class Delay(StatefulModule):
 
         Returns:
           `{"buffer": tree of [B, k, *feat], "idx": int32 [B]}`.
+
+        Raises:
+          TypeError: `batch_size` is no integer.
+          ValueError: It is negative.
         """
+        batch_size = _whole(batch_size, "batch_size", least=0)
         lead = (batch_size, self.k_steps)
         buffers = [self._filler((*lead, *s.shape), s.dtype) for s in self._specs]
         buffer = jax.tree.unflatten(self._treedef, buffers)
@@ -90,18 +97,23 @@ class Delay(StatefulModule):
 
     def reset_state(self, prev_state: dict[str, Any]) -> dict[str, Any]:
         """Buffers full of `initial_value` again, of the shapes in `prev_state`."""
-        return {
-            "buffer": jax.tree.map(
-                lambda b: self._filler(b.shape, b.dtype), prev_state["buffer"]
-            ),
-            "idx": jnp.zeros_like(prev_state["idx"]),
-        }
+        idx, buffers = self._opened(prev_state)
+        fresh = [self._filler(b.shape, b.dtype) for b in buffers]
+        buffer = jax.tree.unflatten(self._treedef, fresh)
+        return {"buffer": buffer, "idx": jnp.zeros_like(idx)}
 
     def __call__(
-        self, state: Any, x: Any, rollout_extras: Any = None
+        self, state: Any, x: Any = FORGOTTEN, rollout_extras: Any = None
     ) -> StatefulModuleOutput:
         """Reads the oldest entry, and writes `x` in its place; see `StatefulModule`."""
-        idx, buffers = state["idx"], self._buffers(state["buffer"])
+        refuse_forgotten(self, x)
+        idx, buffers = self._opened(state)
+        if idx.ndim != 1:
+            raise ValueError(
+                f"Delay: state['idx'] has shape {idx.shape}; expected (B,), as "
+                "initialize_state(batch_size) makes it. One environment alone goes "
+                "through jax.vmap, or has B = 1."
+            )
         inputs = self._inputs(x, buffers)
         oldest = [jax.vmap(lambda b, i: b[i])(b, idx) for b in buffers]
         put = jax.vmap(lambda b, i, new: b.at[i].set(new))
@@ -116,16 +128,33 @@ class Delay(StatefulModule):
     def _filler(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         return jnp.full(shape, np.asarray(self.initial_value).astype(dtype))
 
-    def _buffers(self, tree: Any) -> list[jax.Array]:
-        """The buffers of a state, if they are this delay's: `[B, k, *feat]`."""
-        named = self._named_leaves(tree, "state['buffer']")
+    def _opened(self, state: Any) -> tuple[jax.Array, list[jax.Array]]:
+        """Pointers and buffers of a state, of all environments or of one."""
+        if not is_mapping(state) or {*state.keys()} != {"buffer", "idx"}:
+            came = f"a {type(state).__name__}"
+            came += f" of {list(state.keys())}" if is_mapping(state) else ""
+            raise TypeError(
+                f"Delay: state is {came}; expected a dict of 'buffer' and 'idx', as "
+                "initialize_state(batch_size) makes it. The state comes ahead of x."
+            )
+        idx, named = (
+            state["idx"],
+            self._named_leaves(state["buffer"], "state['buffer']"),
+        )
+        lead = jnp.shape(idx)
+        if len(lead) > 1 or not jnp.issubdtype(jnp.asarray(idx).dtype, jnp.integer):
+            raise ValueError(
+                f"Delay: state['idx'] is {jnp.asarray(idx).dtype} of shape {lead}; "
+                "expected integers of shape (B,), as initialize_state makes them."
+            )
         for (where, buffer), spec in zip(named, self._specs, strict=True):
-            if buffer.shape[1:] != (self.k_steps, *spec.shape):
+            if buffer.shape != (*lead, self.k_steps, *spec.shape):
                 raise ValueError(
-                    f"Delay: {where} has shape {buffer.shape}; expected (B, "
-                    f"{self.k_steps}, *{spec.shape}), as initialize_state makes it."
+                    f"Delay: {where} has shape {buffer.shape}; expected "
+                    f"{(*lead, self.k_steps, *spec.shape)}: state['idx'] has {lead}, "
+                    "and each environment's part is made by initialize_state."
                 )
-        return [buffer for _, buffer in named]
+        return jnp.asarray(idx), [buffer for _, buffer in named]
 
     def _inputs(self, x: Any, buffers: list[jax.Array]) -> list[jax.Array]:
         """The leaves of `x`, if each fits a slot of its buffer: `[B, *feat]`."""
@@ -148,6 +177,14 @@ class Delay(StatefulModule):
                 "that of sample_input."
             )
         return [(_at(root, path), jnp.asarray(leaf)) for path, leaf in leaves]
+
+
+def _whole(value: Any, name: str, *, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} is {value!r}; expected an integer.")
+    if value < least:
+        raise ValueError(f"{name} is {value}; expected at least {least}.")
+    return operator.index(value)
 
 
 def _as_spec(leaf: Any, where: str) -> jax.ShapeDtypeStruct:

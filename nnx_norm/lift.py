@@ -8,11 +8,13 @@ import jax
 from flax import nnx
 
 from nnx_norm.stateful import (
+    FORGOTTEN,
     StatefulModule,
     StatefulModuleOutput,
     is_stateful,
     name_of,
     no_loss,
+    refuse_forgotten,
     restore,
     snapshot,
 )
@@ -67,9 +69,10 @@ class Lift(StatefulModule):
         self.fn = fn if opaque else nnx.data(fn)  # a Partial may carry arrays
 
     def __call__(
-        self, state: Any, x: Any, rollout_extras: Any = None
+        self, state: Any, x: Any = FORGOTTEN, rollout_extras: Any = None
     ) -> StatefulModuleOutput:
         """`fn(x)`; see `StatefulModule`."""
+        refuse_forgotten(self, x)
         before = snapshot(self)
         output = self.fn(x)
         if written := restore(before, snapshot(self), spare=nnx.Param):

@@ -14,7 +14,7 @@ from flax import nnx
 
 from nnx_norm.delay import Delay
 from nnx_norm.lift import Lift
-from nnx_norm.routing import Container, as_module
+from nnx_norm.routing import Container, as_module, origin
 from nnx_norm.stateful import StatefulModule, StatefulModuleOutput, name_of
 from nnx_norm.tree import is_mapping
 
@@ -98,7 +98,7 @@ class Sequential(Container):
     def _misfit(self, what: str, came: str) -> str:
         return (
             f"Sequential: {what} is {came}; expected a list of {len(self.layers)}, "
-            "one part for each layer."
+            "one part for each layer" + origin(what)
         )
 
 

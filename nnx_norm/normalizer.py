@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_norm import arguments, fold, serialization, validation
+from nnx_norm import arguments, fold, masks, serialization, validation
 from nnx_norm.distributed import AxisName
 from nnx_norm.extended import residual_of
 from nnx_norm.modules import StatefulModule, StatefulModuleOutput
 from nnx_norm.samples import align_leading, deviation, float_dtype
 from nnx_norm.spec import Exclude, Match, parse
+from nnx_norm.stateful import FORGOTTEN, refuse_forgotten
 from nnx_norm.statistics import RunningStatistics, variance_of
 
 PyTree = Any
@@ -111,7 +112,7 @@ class Normalizer(RunningStatistics, StatefulModule):
         self._allocate(parse(shape, exclude))
 
     def __call__(
-        self, state: Any, x: PyTree, rollout_extras: Any = None
+        self, state: Any, x: PyTree = FORGOTTEN, rollout_extras: Any = None
     ) -> StatefulModuleOutput:
         """Normalize one step's input; nothing is written.
 
@@ -127,7 +128,8 @@ class Normalizer(RunningStatistics, StatefulModule):
         Raises:
           ValueError: `x` doesn't fit the spec.
         """
-        match, samples = self._matched(x, "x")
+        refuse_forgotten(self, x)
+        match, samples = validation.matched(self.spec, x, "x")
         if rollout_extras is None:
             rollout_extras = self._emitted(match, samples)
         return StatefulModuleOutput(
@@ -150,7 +152,7 @@ class Normalizer(RunningStatistics, StatefulModule):
         Raises:
           ValueError: `x` doesn't fit the spec.
         """
-        return self._normalized(*self._matched(x, "x"))
+        return self._normalized(*validation.matched(self.spec, x, "x"))
 
     def denormalize(self, y: PyTree) -> PyTree:
         """`y * std + mean`, the inverse of `normalize` inside the clip.
@@ -164,7 +166,7 @@ class Normalizer(RunningStatistics, StatefulModule):
         Raises:
           ValueError: `y` doesn't fit the spec.
         """
-        match, samples = self._matched(y, "y")
+        match, samples = validation.matched(self.spec, y, "y")
         return match.replace(self._leafwise(_denormalize, samples), others=True)
 
     def update_statistics(
@@ -192,13 +194,12 @@ class Normalizer(RunningStatistics, StatefulModule):
             self._fold_inputs(rollout_extras, mask, weights)
 
     def _fold_inputs(self, history: Any, mask: Any, weights: Any) -> None:
-        match = self.spec.match(history, "history", partial=True)
-        samples = validation.samples(self.spec, match, "history")
+        _, samples = validation.matched(self.spec, history, "history", partial=True)
         lead = validation.leading(self.spec, samples, "history")
         if not samples:
             return
-        mask = validation.mask_array(mask, lead)
-        weights = validation.weight_array(weights, lead, mask)
+        mask = masks.mask_array(mask, lead)
+        weights = masks.weight_array(weights, lead, mask)
         old = self._statistics_here()
         if not self.frozen:
             step = partial(fold.fold_inputs, lead=len(lead), rule=self._rule)
@@ -226,10 +227,6 @@ class Normalizer(RunningStatistics, StatefulModule):
             nothing = jnp.zeros((), jnp.float32)
             emitted = fold.Emitted([], [], [], nothing, nothing)
         return emitted.over(self.spec.unflatten)
-
-    def _matched(self, x: PyTree, name: str) -> tuple[Match, list[jax.Array]]:
-        match = self.spec.match(x, name)
-        return match, validation.samples(self.spec, match, name)
 
     def _normalized(self, match: Match, samples: list[jax.Array]) -> PyTree:
         def one(x: jax.Array, mean: jax.Array, rest: jax.Array, std: jax.Array) -> Any:
@@ -290,6 +287,8 @@ class Normalizer(RunningStatistics, StatefulModule):
           5.0
         """
         settings = serialization.settings(d, (*SETTINGS, "exclude", "shape"))
+        if "initial_std" not in settings:
+            raise ValueError("initial_std is missing: no dict of Normalizer.to_dict.")
         new = cls(serialization.shape_from_json(settings.pop("shape")), **settings)
         new._add_members(np.shape(d["count"]) if "count" in d else ())
         new.load_dict(d)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_norm import arguments, validation
+from nnx_norm import arguments, masks, validation
 from nnx_norm.distributed import AxisName
 from nnx_norm.lazy import saved_shapes
 from nnx_norm.returns import RunningReturn, advance
@@ -103,10 +103,12 @@ class RewardRunningMeanStd(RunningMeanStd):
         Args:
           reward: Tree of arrays `[N, *shape]`, N environments.
           terminated: Bool array `[N]`, or zeros and ones; or shaped like the reward.
+            Under jit every other number than 0 is an end.
 
         Raises:
           TypeError: A leaf holds no real numbers.
-          ValueError: A shape doesn't fit, or `axis_name` isn't bound.
+          ValueError: A shape doesn't fit, a flag is neither 0 nor 1, or `axis_name`
+            isn't bound.
         """
         spec, rewards, num_envs = self._batch(reward, "reward")
         ended = _flags(terminated, rewards, num_envs)
@@ -155,4 +157,4 @@ def _flags(terminated: Any, rewards: list[jax.Array], num_envs: int) -> jax.Arra
             f"terminated has shape {array.shape}; expected one flag per environment, "
             f"({num_envs},), or the shape of the rewards {sorted(shapes)}."
         )
-    return array.astype(jnp.bool_)
+    return masks.as_bool(array, "terminated")

@@ -3,23 +3,23 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nnx_norm import arguments, fold, validation
+from nnx_norm import arguments, fold, masks, serialization, validation
 from nnx_norm.distributed import AxisName
-from nnx_norm.extended import double
-from nnx_norm.returns import RunningReturn
+from nnx_norm.returns import NumEnvsNotGiven, RunningReturn, fold_returns
 from nnx_norm.samples import align_leading, float_dtype
 from nnx_norm.spec import parse
 from nnx_norm.statistics import RunningStatistics, variance_of
 
 PyTree = Any
+
+SETTINGS = ("gamma", "epsilon", "clip", "axis_name", "nonfinite")
 
 
 class RewardNormalizer(RunningStatistics):
@@ -29,7 +29,11 @@ class RewardNormalizer(RunningStatistics):
     after the last reward of an episode, terminated or truncated; every $R_t$ is one
     sample. Rewards are never centred: that would change the task. The divisor is 1
     while fewer than two different returns are known, so the first reward doesn't
-    explode. `to_dict` and `copy_from` leave the running returns out.
+    explode. `to_dict` and `copy_from` leave the running returns out. Without
+    `num_envs` the module can't be carried through a scan before its first update, and
+    an Orbax restore into it drops the running returns of the checkpoint. Pass the
+    module to the outermost jit as an argument: closed over, it keeps the statistics of
+    the time of compilation.
 
     Attributes:
       mean, M2: Moments of the returns, trees of float32 arrays `[*shape]`.
@@ -68,7 +72,8 @@ class RewardNormalizer(RunningStatistics):
           shape: Shape of one environment's reward, or a tree of shapes, as in
             `Normalizer`; one scale per element.
           num_envs: Number of environments. Given, the running returns exist from the
-            start, so that the module can be a scan carry and a restore template.
+            start, so that the module can be a scan carry and a restore template. In
+            a scan a normalizer without says "running_return is NumEnvsNotGiven".
           epsilon: Floor of the variance, in squared units of the reward.
           clip: Normalized rewards are clipped to `[-clip, clip]`; None doesn't.
           axis_name: Mapped axis or axes to reduce over in `update`.
@@ -89,7 +94,7 @@ class RewardNormalizer(RunningStatistics):
         if num_envs is not None:
             num_envs = arguments.size(num_envs, "num_envs")
         self.running_return = RunningReturn(
-            None if num_envs is None else self._no_returns(num_envs)
+            NumEnvsNotGiven() if num_envs is None else self._no_returns(num_envs)
         )
 
     def _no_returns(self, num_envs: int) -> PyTree:
@@ -109,17 +114,17 @@ class RewardNormalizer(RunningStatistics):
         Args:
           rewards: Tree of arrays `[T, B, *shape]`.
           terminated: Array `[T, B]` of bool, or of zeros and ones: the step ended its
-            episode.
+            episode. Under jit every other number than 0 is an end.
           truncated: Such an array: the step was cut off by a limit.
           mask: Bool array `[T, B]`. A masked step is as if absent (an autoreset's
             dummy step): neither its reward nor its ends are read.
 
         Raises:
           TypeError: A reward or flag is no number, or the mask isn't bool.
-          ValueError: A shape doesn't fit, or `axis_name` isn't bound.
+          ValueError: A shape doesn't fit, a flag that is read is neither 0 nor 1, or
+            `axis_name` isn't bound.
         """
-        match = self.spec.match(rewards, "rewards")
-        samples = validation.samples(self.spec, match, "rewards")
+        _, samples = validation.matched(self.spec, rewards, "rewards")
         if not samples:
             return
         lead = validation.leading(self.spec, samples, "rewards")
@@ -128,17 +133,17 @@ class RewardNormalizer(RunningStatistics):
                 f"rewards have the leading axes {lead}; expected (T, B): time, then "
                 "environments. For one step write rewards[None]."
             )
-        done = validation.flags(terminated, lead, "terminated")
+        valid = masks.mask_array(mask, lead, prefix=False)
+        done = masks.flags(terminated, lead, "terminated", valid)
         if truncated is not None:
-            done |= validation.flags(truncated, lead, "truncated")
-        valid = validation.mask_array(mask, lead, prefix=False)
+            done |= masks.flags(truncated, lead, "truncated", valid)
         old = self._statistics_here()
         if self.frozen:
             return
         rule = fold.Rule(skip=self.nonfinite == "skip", axis_name=self.axis_name)
         start = jax.tree.leaves(self._returns_of(lead[1]))
         read = lax.stop_gradient((start, samples, done, valid))
-        *new, returns = _fold_returns(*old, *read, gamma=self.gamma, rule=rule)
+        *new, returns = fold_returns(*old, *read, gamma=self.gamma, rule=rule)
         self._write(*new)
         self.running_return.set_value(self.spec.unflatten(returns))
 
@@ -182,8 +187,7 @@ class RewardNormalizer(RunningStatistics):
         return self._scaled(jnp.multiply, rewards)
 
     def _scaled(self, one: Any, rewards: PyTree) -> PyTree:
-        match = self.spec.match(rewards, "rewards")
-        samples = validation.samples(self.spec, match, "rewards")
+        match, samples = validation.matched(self.spec, rewards, "rewards")
         value, _ = self._statistics_here()
         out = []
         for r, M2 in zip(samples, value.M2, strict=True):
@@ -197,7 +201,15 @@ class RewardNormalizer(RunningStatistics):
         """Forget every return and start the running returns anew."""
         super().reset()
         returns = self.running_return.get_value()
-        self.running_return.set_value(jax.tree.map(jnp.zeros_like, returns))
+        if returns is not None:
+            self.running_return.set_value(jax.tree.map(jnp.zeros_like, returns))
+
+    def _add_members(self, members: tuple[int, ...]) -> None:
+        super()._add_members(members)
+        returns = self.running_return.get_value()
+        if returns is not None:
+            zeros = jax.tree.map(lambda v: jnp.zeros(members + v.shape), returns)
+            self.running_return.set_value(zeros)
 
     def _std(self, M2: Any, count: Any) -> Any:
         xp = np if isinstance(M2, (np.ndarray, np.generic)) else jnp
@@ -206,69 +218,42 @@ class RewardNormalizer(RunningStatistics):
         return xp.where(known, std, 1.0).astype(M2.dtype)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("gamma", "epsilon", "clip", "axis_name", "nonfinite")
-        return {name: getattr(self, name) for name in names}
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        leaves = jax.tree.leaves(self.running_return.get_value())
+        axis = self.counter.get_value().ndim  # behind the members of a population
+        num_envs = leaves[0].shape[axis] if leaves else None
+        shape = serialization.shape_to_json(self.spec)
+        return settings | {"num_envs": num_envs, "shape": shape}
 
+    @classmethod
+    def from_dict(cls, d: Any) -> Self:
+        """A normalizer with the settings and the statistics that `to_dict` gave.
 
-@partial(jax.jit, static_argnames=("gamma", "rule"))
-def _fold_returns(
-    value: fold.Statistics,
-    residual: fold.Statistics,
-    start: list[jax.Array],
-    rewards: list[jax.Array],
-    done: jax.Array,
-    mask: jax.Array | None,
-    *,
-    gamma: float,
-    rule: fold.Rule,
-) -> tuple[fold.Statistics, fold.Statistics, list[jax.Array]]:
-    """New statistics, their residuals, and the running returns after the last step."""
-    valid = jnp.ones_like(done) if mask is None else mask
-    read = valid & _finite(rewards) if rule.skip else valid
-    last, returns = _scan_returns(start, rewards, done & valid, read, gamma)
-    if rule.skip:  # what was not read is NaN, for the fold to leave out and to count
-        returns = [
-            jnp.where(align_leading(valid & ~read, g), jnp.nan, g) for g in returns
-        ]
-    value, residual = fold.fold_inputs(
-        value, residual, returns, mask, None, lead=2, rule=rule
-    )
-    return value, residual, last
+        Args:
+          d: Either form of `to_dict`, with arrays or the lists that JSON makes of
+            them; or an open `.npz` file.
 
+        Returns:
+          A new normalizer, not frozen, whose running returns start at zero.
 
-def _scan_returns(
-    start: list[jax.Array],
-    rewards: list[jax.Array],
-    ends: jax.Array,
-    read: jax.Array,
-    gamma: float,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Running returns `[B, *shape]` after the last step, and at every step.
+        Raises:
+          ValueError: A setting or statistic is missing, or the normalizer was made
+            for dataclasses or named tuples: make one for them, then `load_dict`.
 
-    In float64: near 1, gamma rounded to float32 is off by more than what is left to 1
-    allows (at 0.9999 the return of a constant reward would be off by 2e-4).
-    """
-
-    def step(
-        carry: list[jax.Array], now: Any
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        rewards, ends, read = now
-        returns = [
-            jnp.where(align_leading(read, g), gamma * g + r.astype(g.dtype), g)
-            for g, r in zip(carry, rewards, strict=True)
-        ]
-        after = [jnp.where(align_leading(ends, g), 0.0, g) for g in returns]
-        return after, [g.astype(jnp.float32) for g in returns]
-
-    with double():
-        # Zeros out of the data, so that the carry varies over a mesh as they do.
-        zero = [jnp.where(jnp.isnan(jnp.sum(r, axis=0)), 0.0, 0.0) for r in rewards]
-        carry = [g.astype(jnp.float64) + z for g, z in zip(start, zero, strict=True)]
-        last, returns = lax.scan(step, carry, (rewards, ends, read))
-        return [g.astype(jnp.float32) for g in last], returns
-
-
-def _finite(leaves: list[jax.Array]) -> jax.Array:
-    """Bool `[T, B]`: the steps whose rewards are finite in all elements."""
-    parts = [jnp.all(jnp.isfinite(v), axis=tuple(range(2, v.ndim))) for v in leaves]
-    return jnp.all(jnp.stack(parts), axis=0)
+        Example:
+          >>> norm = RewardNormalizer(0.99, num_envs=4, clip=5.0)
+          >>> again = RewardNormalizer.from_dict(norm.to_dict(flat=True))
+          >>> again.gamma, again.clip, again.running_return.get_value().shape
+          (0.99, 5.0, (4,))
+        """
+        settings = serialization.settings(d, (*SETTINGS, "num_envs", "shape"))
+        if "gamma" not in settings:
+            raise ValueError(
+                "gamma is missing: no dict of RewardNormalizer.to_dict. Use from_dict "
+                "of the class that gave it."
+            )
+        shape = serialization.shape_from_json(settings.pop("shape"))
+        new = cls(settings.pop("gamma"), shape=shape, **settings)
+        new._add_members(np.shape(d["count"]) if "count" in d else ())
+        new.load_dict(d)
+        return new

@@ -17,11 +17,13 @@ from flax import nnx
 
 from nnx_norm.lift import Lift
 from nnx_norm.stateful import (
+    FORGOTTEN,
     StatefulModule,
     StatefulModuleOutput,
     is_stateful,
     name_of,
     no_loss,
+    refuse_forgotten,
     restore,
     snapshot,
 )
@@ -62,20 +64,21 @@ class Container(StatefulModule):
     def _misfit(self, what: str, came: str) -> str:
         return (
             f"{type(self).__name__}: {what} is {came}; expected a dict of "
-            f"{_keys(self._children())}, one part for each child."
+            f"{_keys(self._children())}, one part for each child" + origin(what)
         )
 
     def _at(self, key: Any) -> str:
         return f"{self._attribute}[{key!r}]"
 
     def __call__(
-        self, state: Any, x: Any, rollout_extras: Any = None
+        self, state: Any, x: Any = FORGOTTEN, rollout_extras: Any = None
     ) -> StatefulModuleOutput:
         """One step of every child; see `StatefulModule`.
 
         A child whose part of the extras is None (it emitted none) can't tell a replay
         from a rollout; what it emits in a replay is dropped here.
         """
+        refuse_forgotten(self, x)
         replay = rollout_extras is not None
         states = self._cut(state, "state")
         extras = self._cut(rollout_extras, "rollout_extras") if replay else {}
@@ -105,8 +108,10 @@ class Container(StatefulModule):
         children = self._children().items()
         return self._join({k: c.reset_state(parts[k]) for k, c in children})
 
-    def update_statistics(self, rollout_extras: Any, *, mask: Any = None) -> None:
-        """Hands every child its part, and the mask if there is one.
+    def update_statistics(
+        self, rollout_extras: Any, *, mask: Any = None, weights: Any = None
+    ) -> None:
+        """Hands every child its part, and mask and weights if there are any.
 
         All or nothing: if a child refuses, those before it get their old values back.
 
@@ -114,26 +119,36 @@ class Container(StatefulModule):
           rollout_extras: What the steps emitted, stacked.
           mask: Passed on when given. A child whose method takes none is called
             without it if it owns nothing but parameters and random keys.
+          weights: The same.
 
         Raises:
-          TypeError: The mask would get lost: a child takes none and owns other
+          TypeError: Mask or weights would get lost: a child takes none and owns other
             Variables. The message has its path.
           ValueError: The extras don't have one part for each child.
         """
         parts = self._cut(rollout_extras, "rollout_extras")
-        if mask is not None:
-            _refuse_losing_mask(self, "")
+        given = {"mask": mask, "weights": weights}
+        given = {name: value for name, value in given.items() if value is not None}
+        for name in given:
+            _refuse_losing(name, self, "")
         before = snapshot(self)
         try:
             for key, child in self._children().items():
-                masked = mask is not None and _takes_mask(child)
+                taken = {k: v for k, v in given.items() if _takes(child, k)}
                 with located(self._at(key)):
-                    child.update_statistics(
-                        parts[key], **({"mask": mask} if masked else {})
-                    )
+                    child.update_statistics(parts[key], **taken)
         except BaseException:
             restore(before, snapshot(self))
             raise
+
+
+def origin(what: str) -> str:
+    """Where state or extras come from: the end of a message."""
+    sources = {
+        "state": ", as initialize_state(batch_size) gives it; it comes ahead of x.",
+        "rollout_extras": ", as the forward pass emits it and a scan stacks it.",
+    }
+    return sources.get(what, ".")
 
 
 def as_module(child: Any, where: str) -> Any:
@@ -178,22 +193,23 @@ def _keys(parts: Iterable[Any]) -> str:
     return ", ".join(map(repr, parts)) or "nothing"
 
 
-def _takes_mask(child: Any) -> bool:
+def _takes(child: Any, name: str) -> bool:
+    """Whether `update_statistics` of a child has such a keyword."""
     parameters = inspect.signature(child.update_statistics).parameters
     keywords = inspect.Parameter.VAR_KEYWORD
-    return "mask" in parameters or any(p.kind is keywords for p in parameters.values())
+    return name in parameters or any(p.kind is keywords for p in parameters.values())
 
 
-def _refuse_losing_mask(module: Any, where: str) -> None:
-    """Raises if somewhere below a mask would not reach statistics."""
+def _refuse_losing(name: str, module: Any, where: str) -> None:
+    """Raises if somewhere below a mask or weights would not reach statistics."""
     owned = {type(v) for _, v, _ in snapshot(module)}
     others = [t.__name__ for t in owned if not issubclass(t, nnx.Param | nnx.RngState)]
-    if others and not _takes_mask(module):
+    if others and not _takes(module, name):
         raise TypeError(
-            f"{where} is {name_of(module)}, whose update_statistics takes no mask, and "
-            f"which owns {sorted(others)}: the mask would get lost. Give the method a "
-            "keyword `mask`, or update without one."
+            f"{where} is {name_of(module)}, whose update_statistics takes no {name}, "
+            f"and which owns {sorted(others)}: the {name} would get lost. Give the "
+            f"method a keyword `{name}`, or update without."
         )
     if isinstance(module, Container):
         for key, child in module._children().items():
-            _refuse_losing_mask(child, f"{where}.{module._at(key)}".removeprefix("."))
+            _refuse_losing(name, child, f"{where}.{module._at(key)}".removeprefix("."))

@@ -28,6 +28,9 @@ class RunningMeanStd(LazyStatistics):
     """Running mean and variance with one prior sample, or an exponential average.
 
     NaN and infinity enter the statistics, as in the source; `Normalizer` skips them.
+    Pass the module to the outermost jit as an argument: closed over, it keeps the
+    statistics of the time of compilation. Without a `shape` its first batch can't be
+    one of a scan or a cond, which keep the structure of what they carry.
 
     Attributes:
       mean, var: Trees of float32 arrays `[*feat]`; None while the shape is unknown.
@@ -74,11 +77,12 @@ class RunningMeanStd(LazyStatistics):
         """
         number = partial(arguments.number, strict=False)
         optional = partial(_optional, number)
-        self.epsilon = number(epsilon, "epsilon", 0)
+        most = float(np.finfo(np.float32).max)
+        self.epsilon = number(epsilon, "epsilon", 0, most)
         self.clamp_value = optional(clamp_value, "clamp_value", 0)
         self.ema_decay = optional(ema_decay, "ema_decay", 0, 1)
         self.axis_name = arguments.axis_names(axis_name)
-        self.initial_count = number(initial_count, "initial_count", 0)
+        self.initial_count = number(initial_count, "initial_count", 0, most)
         self._allocate(None if shape is None else parse(shape))
 
     def record_moments(self, x: PyTree) -> None:
@@ -159,6 +163,8 @@ class RunningMeanStd(LazyStatistics):
         spec = self._spec_for(example, "x", leading=0)
         match = spec.match(x, "x")
         leaves = validation.samples(spec, match, "x")
+        if not self.is_lazy:
+            validation.common_leading(spec, leaves, "x")
         parts = lax.stop_gradient(self._read(spec))
         one = self._un_norm if un_norm else self._norm
 

@@ -96,7 +96,10 @@ def load_dict(
         )
     count = float64_array(d["count"], like.counter.shape, "count", minimum=0.0)
     skipped = float64_array(
-        d.get("skipped", np.zeros(like.skipped.shape)), like.skipped.shape, "skipped"
+        d.get("skipped", np.zeros(like.skipped.shape)),
+        like.skipped.shape,
+        "skipped",
+        minimum=0.0,
     )
     leaves = partial(_leaves, spec, d, finite=finite)
     mean = leaves("mean", like.mean)
@@ -123,10 +126,17 @@ def _leaves(
     wanted = {_key(name, spec, i): i for i in spec.kept}
     for key in wanted:
         if found.get(key) is None:
-            raise ValueError(f"{key!r} is missing; expected {sorted(wanted)}.")
+            raise ValueError(
+                f"{key!r} is missing; expected {sorted(wanted)}, got "
+                f"{sorted(found or d)}. The dict is of a normalizer with another "
+                "`shape`, or of another library (see nnx_norm.interop)."
+            )
     for key, value in found.items():
         if key not in wanted and value is not None:
-            raise ValueError(f"{key!r} is not in the spec: {spec.describe()}.")
+            raise ValueError(
+                f"{key!r} is not in the spec: {spec.describe()}. The dict is of a "
+                "normalizer with another `shape` or `exclude`."
+            )
     return [
         float64_array(found[key], v.shape, key, minimum=minimum, finite=finite)
         for key, v in zip(wanted, like, strict=True)

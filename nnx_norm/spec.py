@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from nnx_norm import mismatch
 from nnx_norm.tree import Path, canonicalize, is_none, keys_of, path_name
 
 Exclude = str | Iterable[str | Path] | Callable[[Path], bool]
@@ -96,8 +97,9 @@ class Spec:
         given, treedef = tree_flatten_with_path(canonicalize(tree), is_leaf=is_none)
         index = {path_name(keys_of(path)): i for i, (path, _) in enumerate(given)}
         names = [path_name(keys_of(path)) for path in self.paths]
-        self._refuse_extra(given, set(names), name)
-        self._refuse_missing(given, index, names, name, partial)
+        mismatch.refuse_other_root(self, tree, given, name)
+        mismatch.refuse_extra(self, tree, given, name)
+        mismatch.refuse_missing(self, index, given, name, partial)
         if treedef != self.treedef and not (partial and any(self.excluded)):
             raise ValueError(
                 f"{name} has the structure {treedef}; expected {self.treedef}. Use "
@@ -106,38 +108,6 @@ class Spec:
             )
         leaves = [leaf for _, leaf in given]
         return Match(treedef, leaves, [index[names[i]] for i in self.kept])
-
-    def _refuse_extra(self, given: Any, names: set[str], name: str) -> None:
-        for path, _ in given:
-            if path_name(keys_of(path)) not in names:
-                raise ValueError(
-                    f"{name}{keystr(path)} is not in the normalizer's spec, which has "
-                    f"{self.describe()}. Leave it out, or add it to `shape` (and to "
-                    "`exclude` if it shall pass through)."
-                )
-
-    def _refuse_missing(
-        self,
-        given: Any,
-        index: dict[str, int],
-        names: list[str],
-        name: str,
-        partial: bool,
-    ) -> None:
-        for path, shape, out, key in zip(
-            self.paths, self.shapes, self.excluded, names, strict=True
-        ):
-            leaf = given[index[key]][1] if key in index else None
-            if shape is None and leaf is not None:
-                raise ValueError(
-                    f"{name}{keystr(path)} must be None, as in the normalizer's spec; "
-                    f"got {type(leaf).__name__}."
-                )
-            absent = key not in index if (out or shape is None) else leaf is None
-            if absent and not (partial and (out or shape is None)):
-                raise ValueError(
-                    f"{name}{keystr(path)} is missing; expected {self.describe()}."
-                )
 
     def describe(self) -> str:
         """The leaves and their shapes, for messages."""
@@ -261,6 +231,11 @@ def _excluded(
         return tuple(
             shape is not None and bool(exclude(key))
             for key, shape in zip(keys, shapes, strict=True)
+        )
+    if not isinstance(exclude, Iterable):
+        raise TypeError(
+            f'exclude is {exclude!r}; expected paths, such as ("goal/id",), or one '
+            "predicate on the path. () excludes nothing."
         )
     wanted = [exclude] if isinstance(exclude, str) else list(exclude)
     names = [path_name(key) for key in keys]

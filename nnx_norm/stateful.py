@@ -65,6 +65,9 @@ class StatefulModule(nnx.Module, abc.ABC):
     state) is passed in and out, every leaf with a leading axis of `batch_size`, and
     is reset with its environment.
 
+    Pass the module to the outermost jit as an argument: a compiled function that
+    closes over it goes on with the Variables of the time of compilation.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from nnx_norm.modules import StatefulModule, StatefulModuleOutput
@@ -132,6 +135,36 @@ class StatefulModule(nnx.Module, abc.ABC):
           mask: bool `[T, B]`, False where a step doesn't count. None: all count.
         """
         del rollout_extras, mask
+
+
+class _Forgotten:
+    """What stands for an argument that didn't come."""
+
+    def __repr__(self) -> str:
+        return "required"
+
+
+FORGOTTEN: Any = _Forgotten()
+"""Default of `x` in our modules: with it missing the state was, as a rule."""
+
+
+def refuse_forgotten(module: Any, x: Any) -> None:
+    """Raise if a module of the graph was called without `x`, as `module(x)` does.
+
+    Args:
+      module: The module.
+      x: Its second argument, by default `FORGOTTEN`.
+
+    Raises:
+      TypeError: It is that.
+    """
+    if x is FORGOTTEN:
+        name = type(module).__name__
+        also = "; normalize(x) needs none" if hasattr(module, "normalize") else ""
+        raise TypeError(
+            f"{name} was called with one argument; expected the state, then x: "
+            f"module(state, x). At first the state is module.initialize_state(B){also}."
+        )
 
 
 def is_stateful(child: Any) -> bool:

@@ -9,16 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.tree_util import keystr
 
 from nnx_norm.fold import Emitted
-from nnx_norm.samples import align_leading
 from nnx_norm.spec import Match, Spec, refuse_dtype
 
 
 def as_array(leaf: Any, where: str) -> jax.Array:
     """`leaf` as a JAX array of real numbers.
+
+    Integers of 64 bits that JAX would wrap around to 32 become float32.
 
     Args:
       leaf: Array, NumPy array or Python number.
@@ -35,12 +35,15 @@ def as_array(leaf: Any, where: str) -> jax.Array:
       dtype('float32')
     """
     if isinstance(leaf, (bool, int, float)):
-        return jnp.asarray(leaf)
+        leaf = np.asarray(leaf)[()] if isinstance(leaf, int) else jnp.asarray(leaf)
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise TypeError(
             f"{where} is {leaf!r:.80} of type {type(leaf).__name__}; expected an array."
         )
     refuse_dtype(leaf.dtype, where)
+    if isinstance(leaf, (np.ndarray, np.integer)) and leaf.dtype.kind in "iu":
+        narrow = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+        leaf = narrow if np.array_equal(narrow, leaf) else leaf.astype(np.float32)
     return jnp.asarray(leaf)
 
 
@@ -71,6 +74,35 @@ def samples(spec: Spec, match: Match, name: str) -> list[jax.Array]:
             )
         arrays.append(x)
     return arrays
+
+
+def matched(
+    spec: Spec, tree: Any, name: str, *, partial: bool = False
+) -> tuple[Match, list[jax.Array]]:
+    """A tree of inputs and its leaves that have statistics, `[*lead, *feat]`.
+
+    Args:
+      spec: What the normalizer was made for.
+      tree: The inputs.
+      name: What they are called in messages.
+      partial: Whether excluded leaves may be missing.
+
+    Returns:
+      The `Match`, and one array per leaf that has statistics.
+
+    Raises:
+      TypeError: A leaf is no array of real numbers, or these are emitted moments.
+      ValueError: The structure or a shape differs, or the leading axes of two leaves.
+    """
+    if isinstance(tree, Emitted):
+        raise TypeError(
+            f"{name} holds moments, which a normalizer emits that was made with "
+            'emit="moments"; this one, made with emit="inputs", folds raw inputs.'
+        )
+    match = spec.match(tree, name, partial=partial)
+    arrays = samples(spec, match, name)
+    common_leading(spec, arrays, name)
+    return match, arrays
 
 
 def leading(spec: Spec, arrays: Sequence[jax.Array], name: str) -> tuple[int, ...]:
@@ -121,7 +153,8 @@ def common_leading(
         if first is not None and lead != first:
             raise ValueError(
                 f"{where} has the leading axes {lead}; the leaves before it have "
-                f"{first}. All leaves of a history share theirs, usually (T, B)."
+                f"{first}. All leaves share theirs: usually (B,) in a forward pass, "
+                "(T, B) in a history."
             )
         first = lead
     return first or ()
@@ -144,7 +177,8 @@ def emitted(spec: Spec, history: Any) -> Emitted:
     if not isinstance(history, Emitted):
         raise TypeError(
             f'history is a {type(history).__name__}; with emit="moments" expected the '
-            "extras that the forward pass emitted, stacked over time."
+            "extras that the forward pass emitted, stacked over time. Raw inputs are "
+            'for emit="inputs".'
         )
     flat = history.over(lambda tree: spec.flatten(tree, "history"))
     lead = jnp.shape(flat.count)
@@ -161,112 +195,6 @@ def emitted(spec: Spec, history: Any) -> Emitted:
                     f"{where} has shape {jnp.shape(tree[i])}; expected {lead + feat}."
                 )
     return flat
-
-
-def mask_array(
-    mask: Any, lead: tuple[int, ...], *, prefix: bool = True
-) -> jax.Array | None:
-    """A bool mask over the leading axes or a leading prefix of them.
-
-    Args:
-      mask: None or an array of bool.
-      lead: The leading axes of the history.
-      prefix: Whether a leading prefix of them is enough.
-
-    Returns:
-      The mask as an array.
-
-    Raises:
-      TypeError: It isn't bool.
-      ValueError: Its shape is no prefix of `lead`.
-    """
-    if mask is None:
-        return None
-    array = as_array(mask, "mask")
-    if array.dtype != jnp.bool_:
-        also = ", or pass real numbers as weights=." if prefix else "."
-        raise TypeError(
-            f"mask has dtype {array.dtype}; expected bool. Write mask.astype(bool)"
-            + also
-        )
-    _refuse_shape(array, lead, "mask", prefix)
-    return array
-
-
-def flags(value: Any, lead: tuple[int, ...], name: str) -> jax.Array:
-    """Bool flags `[T, B]`, such as the ends of episodes.
-
-    Args:
-      value: Array of bool, or of zeros and ones as environments give them.
-      lead: The shape that it must have.
-      name: What it is called in messages.
-
-    Returns:
-      A bool array.
-
-    Raises:
-      TypeError: It isn't an array of real numbers.
-      ValueError: Its shape differs.
-
-    Example:
-      >>> flags(jnp.array([[0.0, 1.0]]), (1, 2), "terminated").tolist()
-      [[False, True]]
-    """
-    array = as_array(value, name)
-    if array.shape != lead:
-        raise ValueError(f"{name} has shape {array.shape}; expected (T, B) = {lead}.")
-    return array.astype(jnp.bool_)
-
-
-def weight_array(
-    weights: Any, lead: tuple[int, ...], mask: jax.Array | None = None
-) -> jax.Array | None:
-    """Non-negative weights over the leading axes or a leading prefix of them.
-
-    Args:
-      weights: None or an array of real numbers.
-      lead: The leading axes of the history.
-      mask: None or a mask over a prefix: weights are not looked at elsewhere.
-
-    Returns:
-      The weights as a float array.
-
-    Raises:
-      TypeError: They are bool.
-      ValueError: Their shape is no prefix of `lead`, or, outside jit, one of them is
-        negative or not finite.
-    """
-    if weights is None:
-        return None
-    array = as_array(weights, "weights")
-    if array.dtype == jnp.bool_:
-        raise TypeError("weights has dtype bool; expected numbers. Pass it as mask=.")
-    _refuse_shape(array, lead, "weights")
-    if _readable(array) and (mask is None or _readable(mask)):
-        refused = ~(np.isfinite(array) & (np.asarray(array) >= 0))
-        if mask is not None:  # either may have axes that the other lacks
-            counts = np.asarray(mask)
-            refused = align_leading(refused, mask) & align_leading(counts, array)
-        if np.any(refused):
-            raise ValueError(
-                "weights holds negative or non-finite values; expected weights >= 0."
-            )
-    return array.astype(jnp.float32)
-
-
-def _readable(array: jax.Array) -> bool:
-    return not isinstance(array, Tracer) and array.is_fully_addressable
-
-
-def _refuse_shape(
-    array: jax.Array, lead: tuple[int, ...], name: str, prefix: bool = True
-) -> None:
-    if array.shape != (lead[: array.ndim] if prefix and array.ndim else lead):
-        also = " or a leading prefix of them" if prefix else ""
-        raise ValueError(
-            f"{name} has shape {array.shape}; expected the leading axes {lead} of the "
-            f"history{also}, usually (T, B)."
-        )
 
 
 def _inside(shape: tuple[int, ...]) -> str:

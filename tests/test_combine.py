@@ -137,4 +137,4 @@ def test_counts_beyond_the_integers_do_not_wrap_around():
     _, _, count = combine_moments([0.0, 0.0], [1.0, 1.0], [2**62, 2**62 + 1])
     assert count.dtype == np.float64 and count == 2.0**63
     _, _, count = combine_moments([0.0, 0.0], [1.0, 1.0], [2**62, 2**62 - 1])
-    assert count == 2**63 - 1 and count.dtype == np.int64
+    assert count.dtype == np.int64 and int(count) == 2**63 - 1

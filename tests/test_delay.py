@@ -3,6 +3,7 @@
 
 import functools
 from collections import OrderedDict, namedtuple
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -249,3 +250,13 @@ def test_delay_refuses_another_structure_or_state():
     other = Delay(jnp.zeros(F), 2).initialize_state(B)
     with pytest.raises(ValueError, match=r"state\['buffer'\] has the structure"):
         delay(other, {"a": batch()})
+    bare = delay.initialize_state(B)
+    states: list[Any] = [(), None, bare["buffer"], [bare["idx"], bare["buffer"]]]
+    for state in states:
+        for call in (lambda s: delay(s, {"a": batch()}), delay.reset_state):
+            with pytest.raises(TypeError, match=r"state is .*initialize_state"):
+                call(state)
+    shifted = bare | {"idx": jnp.zeros(B - 1, jnp.int32)}
+    for call in (lambda s: delay(s, {"a": batch()}), delay.reset_state):
+        with pytest.raises(ValueError, match=r"\['a'\] has shape.*state\['idx'\] has"):
+            call(shifted)

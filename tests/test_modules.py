@@ -449,6 +449,38 @@ def test_a_normalizer_shared_by_two_heads_counts_what_each_saw():
     assert_folded(norm, flat(xs), times=2)
 
 
+def test_a_shared_normalizer_stays_one_through_split_merge_and_a_checkpoint():
+    def build() -> Parallel:
+        norm = Normalizer(F)
+        return Parallel(actor=Sequential([norm, jnp.tanh]), critic=Sequential([norm]))
+
+    def norms(net: Parallel) -> tuple[Normalizer, Normalizer]:
+        return net.components["actor"][0], net.components["critic"][0]
+
+    net, xs = build(), batch(0, T, B)
+    extras = {"actor": [xs, None], "critic": [xs]}
+    net.update_statistics(extras)
+    loaded = build()
+    nnx.update(loaded, jax.tree.map(np.asarray, nnx.state(net)))
+    merged = nnx.merge(*nnx.split(nnx.clone(net)))  # merge alone shares Variables
+    for other in (merged, nnx.clone(net), loaded):
+        one, two = norms(other)
+        assert one is two and one.count == 2 * T * B
+        other.update_statistics(extras)
+        assert one.count == 4 * T * B
+    assert norms(net)[0].count == 2 * T * B
+
+
+def test_weights_reach_every_normalizer_as_if_it_were_alone():
+    xs, weights = batch(0, T, B), np.arange(T * B).reshape(T, B) % 3
+    net = Sequential([Parallel(a=Normalizer(F), b=linear(), c=Delay(xs[0, 0], 1))])
+    net.update_statistics([{"a": xs, "b": None, "c": None}], weights=weights)
+    alone = Normalizer(F)
+    alone.update_statistics(xs, weights=weights)
+    assert net[0].components["a"].count == alone.count == weights.sum()
+    assert_same(values(net[0].components["a"]), values(alone))
+
+
 def test_a_mask_reaches_every_normalizer():
     """Here the whole training is one program; `learn` by itself compiles its halves."""
     net = Sequential([Normalizer(F), Parallel(a=Normalizer(F), b=linear())])

@@ -350,6 +350,32 @@ def test_writing_through_a_closure_is_refused_and_leaves_no_tracer():
     assert norm.count == COUNT + T * B
 
 
+def test_an_exception_behind_an_update_leaves_no_tracer():
+    norm = known()
+    before = bits(norm)
+
+    @nnx.jit
+    def update(norm: Normalizer, x: Any, features: int) -> None:
+        norm.update_statistics(x)
+        norm.update_statistics(x[..., : F - 1])
+
+    for transform in (update, jax.jit(update), nnx.jit(update, graph=False)):
+        with pytest.raises(ValueError, match="history has shape"):
+            transform(norm, X, 1)
+        assert bits(norm) == before
+
+
+def test_a_closed_over_normalizer_keeps_the_statistics_of_compilation():
+    """The pitfall that the docstring warns of, so that it is known when it ends."""
+    norm = known()
+    stale, fresh = jax.jit(lambda x: norm.normalize(x)), jax.jit(Normalizer.normalize)
+    first = fresh(norm, X)
+    np.testing.assert_allclose(stale(X), first, rtol=4 * EPS, atol=1e-30)
+    norm.update_statistics(10 * X)
+    np.testing.assert_allclose(stale(X), first, rtol=4 * EPS, atol=1e-30)
+    assert np.all(np.abs(fresh(norm, X) - first) > 1e-3)
+
+
 def test_carried_through_a_scan_shapes_and_types_hold():
     norm = Normalizer(1)
     data = jnp.broadcast_to(jnp.array([[[0.0], [2.0]]]), (3, 1, 2, 1))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running returns end after the last reward of an episode; rewards are only scaled."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,17 @@ def test_another_number_of_environments_starts_the_returns_anew():
     assert norm.running_return.get_value().tolist() == [6.0] * 3
 
 
+def test_a_state_of_another_number_of_environments_starts_the_returns_anew():
+    saved = RewardNormalizer(0.5, num_envs=2)
+    saved.update(jnp.ones((1, 2)), jnp.zeros((1, 2), bool))
+    for num_envs in (None, 3):
+        resumed = RewardNormalizer(0.5, num_envs=num_envs)
+        nnx.update(resumed, nnx.state(saved))
+        resumed.update(jnp.full((1, 3), 4.0), jnp.zeros((1, 3), bool))
+        assert resumed.running_return.get_value().tolist() == [4.0] * 3
+        assert resumed.count == 5
+
+
 def test_the_module_is_a_scan_carry():
     rewards = np.arange(4.0, dtype=np.float32).reshape(4, 1, 1) + np.ones((4, 1, B))
     rewards = jnp.asarray(rewards, jnp.float32)
@@ -298,6 +310,25 @@ def test_the_module_is_a_scan_carry():
     assert bits(norm) == bits(right) and norm.count == 4 * B
 
 
+@pytest.mark.parametrize("scan", ["jax.lax", "nnx"])
+def test_a_scan_says_that_num_envs_is_missing(scan):
+    def body(norm: RewardNormalizer, rewards: Any) -> Any:
+        norm.update(rewards, jnp.zeros(rewards.shape, bool))
+        return norm, None
+
+    norm, rewards = RewardNormalizer(0.5), jnp.ones((2, 1, B))
+    with pytest.raises(TypeError, match=r"running_return.*NumEnvsNotGiven"):
+        if scan == "nnx":
+            nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(
+                norm, rewards
+            )
+        else:
+            jax.lax.scan(body, norm, rewards)
+    assert norm.running_return.get_value() is None and norm.count == 0
+    norm.update(rewards[0], jnp.zeros((1, B), bool))  # no tracer was left
+    assert norm.count == B
+
+
 def test_one_trace_serves_all_rollouts():
     traces = []
 
@@ -311,6 +342,10 @@ def test_one_trace_serves_all_rollouts():
         update(norm, column([1, 2, 3, 4, 5]), done)
     update(RewardNormalizer(0.5, num_envs=1), column([1, 2, 3, 4, 5]), done)
     assert len(traces) == 1 and norm.count == 15
+    for change in (norm.freeze, norm.unfreeze) * 3:
+        change()
+        update(norm, column([1, 2, 3, 4, 5]), done)
+    assert len(traces) == 2 and norm.count == 30
 
 
 def test_a_member_of_a_population_is_like_one_alone():
@@ -356,6 +391,34 @@ def test_reset_starts_the_returns_anew_and_frozen_leaves_them():
     norm.unfreeze()
     norm.reset()
     assert bits(norm) == bits(RewardNormalizer(0.5, num_envs=1))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("num_envs", [None, B])
+def test_from_dict_builds_one_with_its_settings(flat, num_envs):
+    norm = RewardNormalizer(
+        0.9, shape={"a": (), "b": 2}, num_envs=num_envs, clip=5, axis_name=("d", "e")
+    )
+    norm.set_statistics(0.1, 2.3, 7.5)
+    again = RewardNormalizer.from_dict(norm.to_dict(flat=flat))
+    assert bits(again) == bits(norm)
+    text = json.dumps(norm.to_dict(flat=flat), default=lambda v: v.tolist())
+    assert bits(RewardNormalizer.from_dict(json.loads(text))) == bits(norm)
+    for name in ("gamma", "clip", "epsilon", "axis_name", "nonfinite", "spec"):
+        assert getattr(again, name) == getattr(norm, name)
+
+
+def test_from_dict_builds_a_population():
+    norm = nnx.vmap(lambda _: RewardNormalizer(0.5, num_envs=B))(jnp.arange(2))
+    norm.set_statistics(0.0, 4.0, [2, 3])
+    assert bits(RewardNormalizer.from_dict(norm.to_dict(flat=True))) == bits(norm)
+
+
+def test_flags_of_masked_steps_are_not_read():
+    norm, odd = RewardNormalizer(0.5, num_envs=B), jnp.full((2, B), jnp.nan)
+    mask = jnp.array([[True] * B, [False] * B])
+    norm.update(jnp.ones((2, B)), odd.at[0].set(0.0), odd.at[0].set(1.0), mask)
+    assert norm.count == B and norm.running_return.get_value().tolist() == [0.0] * B
 
 
 # Refusals

@@ -254,6 +254,30 @@ def test_a_mask_that_would_get_lost_is_refused_before_anything_changes(where, ch
     assert max(float(tally.rows.get_value()) for tally in tallies(net)) == 2 * T * B
 
 
+class Weighted(Tally):
+    """Takes weights as `Normalizer` does."""
+
+    def update_statistics(self, rollout_extras, *, mask=None, weights=None):
+        valid = jnp.ones((T, B)) if mask is None else mask.astype(jnp.float32)
+        super().update_statistics(
+            rollout_extras, mask=valid if weights is None else valid * weights
+        )
+
+
+def test_weights_are_routed_like_the_mask_and_never_get_lost():
+    weights, mask = jnp.full((T, B), 0.5), jnp.ones((T, B), bool).at[0].set(False)
+    net = Sequential([Weighted(), Parallel(a=Sampler(), b=Weighted())])
+    net.update_statistics([PART, {"a": None, "b": PART}], weights=weights, mask=mask)
+    rows = [float(tally.rows.get_value()) for tally in tallies(net)]
+    assert rows == [(T - 1) * B / 2] * 2
+    net = Sequential([Weighted(), Parallel(a=Tally())])
+    before = values(net)
+    with pytest.raises(TypeError, match="takes no weights.*would get lost") as error:
+        net.update_statistics([PART, {"a": PART}], weights=weights)
+    assert str(error.value).startswith("layers[1].components['a'] is Tally")
+    assert_same(values(net), before)
+
+
 @pytest.mark.parametrize("where", PLACES)
 def test_a_child_without_statistics_is_called_without_the_mask(where):
     build, extras = PLACES[where]

@@ -240,7 +240,7 @@ def without(tree: dict[str, Any], *path: str) -> dict[str, Any]:
         (x | {"goal": {"id": 1, "pos": None}}, "x['goal']['pos'] is missing"),
         (x | {"none": 5}, "x['none'] must be None"),
         (x | {"goal": (1, 2)}, "x['goal']"),
-        (5, "x is not in"),
+        (5, "x is one int; expected a tree"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(tree, named, partial):

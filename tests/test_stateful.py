@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from nnx_norm.modules import Delay, Lift, Sequential
 from nnx_norm.stateful import StatefulModule, StatefulModuleOutput
 
 
@@ -62,3 +63,12 @@ def test_a_module_needs_a_call_and_has_defaults_for_the_rest():
     state = object()
     assert module.reset_state(state) is state
     assert module.update_statistics(None, mask=None) is None  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    "module", [Delay(jnp.zeros(1), 1), Lift(jnp.tanh), Sequential([jnp.tanh])]
+)
+def test_a_forgotten_state_is_told_from_a_forgotten_x(module):
+    words = rf"{type(module).__name__} was called with one argument.*module\(state, x\)"
+    with pytest.raises(TypeError, match=words):
+        module(jnp.ones((1, 1)))
