@@ -20,6 +20,7 @@ _quiet = {
 }
 hypothesis.settings.register_profile("default", max_examples=30, **_quiet)
 hypothesis.settings.register_profile("ci", max_examples=10, derandomize=True, **_quiet)
+# The run of record: HYPOTHESIS_PROFILE=record pytest -n 2 tests/test_machine.py
 hypothesis.settings.register_profile("record", max_examples=5000, **_quiet)
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
