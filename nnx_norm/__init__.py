@@ -2,12 +2,15 @@
 """Running statistics as Flax NNX modules: exact, mergeable, read-only forward."""
 
 from nnx_norm.combine import combine_moments
+from nnx_norm.distributed import all_reduce_processes
+from nnx_norm.increments import Collector
 from nnx_norm.inspection import metrics
 from nnx_norm.interop import (
     running_mean_std_from_state_dict,
     running_mean_std_to_state_dict,
 )
 from nnx_norm.lazy import materialize_lazy_running_stats_from_state_dict
+from nnx_norm.ledger import Ledger
 from nnx_norm.modules import (
     Concat,
     Delay,
@@ -19,6 +22,8 @@ from nnx_norm.modules import (
 )
 from nnx_norm.moments import Moments
 from nnx_norm.normalizer import Normalizer
+from nnx_norm.placement import place
+from nnx_norm.processes import global_arrays, local_arrays
 from nnx_norm.restored import check_statistics
 from nnx_norm.returns import RunningReturn
 from nnx_norm.reward_running_mean_std import RewardRunningMeanStd
@@ -28,8 +33,10 @@ from nnx_norm.statistics import NormalizerStatistics
 from nnx_norm.table import summary
 
 __all__ = [
+    "Collector",
     "Concat",
     "Delay",
+    "Ledger",
     "Lift",
     "Moments",
     "Normalizer",
@@ -42,10 +49,14 @@ __all__ = [
     "Sequential",
     "StatefulModule",
     "StatefulModuleOutput",
+    "all_reduce_processes",
     "check_statistics",
     "combine_moments",
+    "global_arrays",
+    "local_arrays",
     "materialize_lazy_running_stats_from_state_dict",
     "metrics",
+    "place",
     "running_mean_std_from_state_dict",
     "running_mean_std_to_state_dict",
     "summary",

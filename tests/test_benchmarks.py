@@ -239,7 +239,12 @@ def bench(tmp_path: Path, name: str, *flags: str) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [("bench_fold", "1000x1x8"), ("bench_forward", "64x17")]
+    ("name", "case"),
+    [
+        ("bench_fold", "1000x1x8"),
+        ("bench_forward", "64x17"),
+        ("bench_compile", "20x256x128"),
+    ],
 )
 def test_timings_run_from_the_command_line(tmp_path: Path, name: str, case: str):
     text, found = bench(tmp_path, name, "--rounds", "3", "--only", case)
@@ -264,6 +269,17 @@ def test_memory_runs_from_the_command_line(tmp_path: Path):
     history = 32 * 256 * 64 * 4
     assert used['emit="inputs"'] - used["no normalizer"] >= 0.9 * history
     assert used['emit="moments"'] < used['emit="inputs"'] / 4
+
+
+def test_devices_run_from_the_command_line(tmp_path: Path):
+    text, found = bench(
+        tmp_path, "bench_devices", "--rounds", "1", "--only", "2 devices"
+    )
+    ours = found["communication"]["shard_map, axis_name"]
+    assert ours["always_collectives"] == 1 and ours["rarely_collectives"] == 0
+    assert ours["always_bytes"] == 8 * 8 * (2 * (3 + 4) + 3)
+    assert found["communication"]["two-pass, per leaf"]["always_collectives"] > 1
+    assert found["results"].keys() == {"2 devices"} and "| 2 devices |" in text
 
 
 def test_ppo_contenders_train_and_its_parts_run():

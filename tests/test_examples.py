@@ -14,6 +14,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,13 +23,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import launcher
 import numpy as np
 import pytest
 from flax import nnx
 from jax import Array
 
 from nnx_norm import Normalizer, NormalizerStatistics
-from nnx_norm.examples import catalogue, checkpoints, ppo, report, training
+from nnx_norm.examples import (
+    catalogue,
+    checkpoints,
+    devices,
+    ppo,
+    report,
+    training,
+)
 from nnx_norm.examples.agent import Categorical, Gaussian, observation_normalizer
 from nnx_norm.examples.algorithm import train_step
 from nnx_norm.examples.checkpoints import Checkpoints, Saved
@@ -476,6 +485,77 @@ def test_killed_and_resumed_ends_bit_identical(
     assert found[0] == found[1]
 
 
+# Several devices
+
+
+def test_devices_train_as_one_and_another_number_goes_on(tmp_path: Path):
+    settings = dataclasses.replace(LEARNING, variants=("obs+reward",))
+
+    def press(done: int) -> None:
+        if done == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        training.train(
+            settings,
+            MASS,
+            Silent(press),
+            Checkpoints(tmp_path),
+            mesh=devices.mesh_of(2),
+        )
+    histories, _ = training.train(settings, MASS, Silent(), Checkpoints(tmp_path))
+    found, right = histories["obs+reward"], trained()["obs+reward"]
+    np.testing.assert_array_equal(found["count"], right["count"])
+    # As far as rounding goes, of which training makes more with every step.
+    for name, bound in {"mean": 1e-6, "std": 1e-4, "return": 1e-4}.items():
+        np.testing.assert_allclose(found[name][:5], right[name][:5], bound, 1e-6)
+    np.testing.assert_allclose(found["return"], right["return"], 0.05)
+
+
+def test_a_step_over_devices_stays_where_it_was_put():
+    settings = dataclasses.replace(LEARNING, variants=("obs+reward",))
+    run = training.VariantRun(settings, "obs+reward", MASS, devices.mesh_of(2))
+    before = [leaf.sharding for leaf in jax.tree.leaves(run.learners)]
+    run.step()
+    after = [leaf.sharding for leaf in jax.tree.leaves(run.learners)]
+    assert after == before
+    assert run.learners.rewards is not None
+    split = run.learners.rewards.running_return.get_value()
+    assert split.addressable_shards[0].data.shape == (2, 16)
+    assert not run.learners.episodes.observation.is_fully_replicated
+
+
+def test_two_processes_train_as_one_and_the_first_writes(tmp_path: Path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    options = "--env PointMass --normalize obs+reward --seeds 2 --steps 4096".split()
+    options += ["--coordinator", address, "--processes", "2"]
+    options += ["--checkpoint", str(tmp_path / "saved")]
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("XLA", "JAX"))}
+    ours |= {"PYTHONPATH": str(Path(ppo.__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    start = [sys.executable, __file__, *options]
+    lines = [
+        [*start, "--process", str(i), "--out", str(tmp_path / str(i))] for i in range(2)
+    ]
+    ranks = launcher.run(lines, environment=ours, timeout=200, grace=30)
+    assert [rank.status for rank in ranks] == [0, 0], ranks
+    assert "wrote" in ranks[0].output and "wrote" not in ranks[1].output
+    assert not list((tmp_path / "1").iterdir())
+    numbers = json.loads((tmp_path / "0" / "PointMass.json").read_text())
+    history, right = (
+        numbers["variants"]["obs+reward"]["history"],
+        trained()["obs+reward"],
+    )
+    assert history["count"] == [[4096, 4096]]
+    np.testing.assert_allclose(history["mean"], right["mean"][:1], 1e-6)
+    np.testing.assert_allclose(history["reward_std"], right["reward_std"][:1], 1e-5)
+    saved = Checkpoints(tmp_path / "saved").latest()
+    assert saved is not None and saved.position == 1
+    shapes = {name: array.shape for name, array in saved.learners.items()}
+    assert shapes["rewards.running_return.value"] == shapes["episodes.time"] == (2, 32)
+
+
 # The command line
 
 
@@ -545,6 +625,16 @@ def test_a_run_is_neither_overwritten_nor_continued_as_another(
     assert "--checkpoint-every needs --checkpoint" in line
     (tmp_path / "2024").mkdir()
     assert "which no run wrote there" in refusal(capsys, *into, "--resume")
+
+
+def test_devices_that_there_are_not_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert jax.local_device_count() == 8  # and so they were made before
+    into = ["--env", "PointMass", "--out", str(tmp_path), "--devices"]
+    assert "--devices 99: there are only 8" in refusal(capsys, *into, "99")
+    line = refusal(capsys, *into, "3")
+    assert "32 environments can't be split evenly over 3 devices" in line
 
 
 def settings_of(*arguments: str) -> Settings:

@@ -4,6 +4,7 @@
 import logging
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ class Checkpoints:
 
     Orbax writes a checkpoint beside the others and renames it when it is
     complete, so that a process killed while writing leaves the older ones
-    whole and nothing that looks like a newer one.
+    whole and nothing that looks like a newer one. Of several processes each reads for
+    itself, in a directory that all see, and the first one writes.
     """
 
     def __init__(self, directory: str | Path):
@@ -48,6 +50,16 @@ class Checkpoints:
         logging.getLogger("absl").setLevel(logging.ERROR)
         self.directory = Path(directory).absolute()
         refuse_foreign(self.directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        own = jax.process_index()
+        alone: Any = {}  # without Orbax's own ways of waiting for other processes
+        if jax.process_count() > 1:
+            alone["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
+                primary_host=own,
+                active_processes={own},
+                barrier_sync_key_prefix=f"process{own}",
+            )
+        self._writes = own == 0
         self._manager = ocp.CheckpointManager(
             self.directory,
             item_handlers={
@@ -57,7 +69,9 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=KEPT,
                 enable_async_checkpointing=False,
-                cleanup_tmp_directories=True,
+                cleanup_tmp_directories=self._writes,
+                create=False,
+                **alone,
             ),
         )
 
@@ -66,6 +80,8 @@ class Checkpoints:
 
     def save(self, saved: Saved) -> None:
         """Writes a checkpoint and forgets the oldest beyond `KEPT`."""
+        if not self._writes:
+            return
         if saved.position in self._manager.all_steps():
             return  # stopped right after this very state was saved
         state = {"learners": saved.learners, "histories": saved.histories}
@@ -103,7 +119,7 @@ class Checkpoints:
 
     def _put_aside(self, positions: list[int]) -> None:
         """Keeps damaged checkpoints under a name that is none, so theirs is free."""
-        for position in positions:
+        for position in positions if self._writes else ():
             beside = f"damaged-{position}-{time.time_ns()}"
             (self.directory / str(position)).rename(self.directory / beside)
         if positions:
@@ -144,11 +160,21 @@ def to_arrays(tree: Any) -> dict[str, np.ndarray]:
     }
 
 
-def from_arrays(template: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """The inverse of `to_arrays`, given a pytree of the same kind."""
+def from_arrays(
+    template: Any,
+    arrays: Mapping[str, np.ndarray],
+    put: Callable[[str, np.ndarray], Array] = lambda name, array: jnp.asarray(array),
+) -> Any:
+    """The inverse of `to_arrays`, given a pytree of the same kind.
+
+    Args:
+      template: Such a pytree; only its structure is used, and which leaves are keys.
+      arrays: What `to_arrays` gave.
+      put: Makes a JAX array of each, where it shall lie.
+    """
 
     def restored(name: str, like: Array) -> Array:
-        array = jnp.asarray(arrays[name])
+        array = put(name, arrays[name])
         return jax.random.wrap_key_data(array) if is_key(like) else array
 
     leaves = [restored(name, leaf) for name, leaf in named_leaves(template)]

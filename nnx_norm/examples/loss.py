@@ -13,6 +13,7 @@ from flax import nnx
 from jax import Array
 
 from nnx_norm import StatefulModule
+from nnx_norm.examples import devices
 from nnx_norm.examples.learner import Hyperparameters
 from nnx_norm.examples.rollout import Batch
 
@@ -48,6 +49,7 @@ def learn(
     # Sorting random numbers shuffles; `permutation` would sort twice.
     shuffled = jnp.argsort(jax.random.bits(key, (hyper.epochs, len(batch.advantage))))
     rows = shuffled.reshape(hyper.epochs * hyper.minibatches, -1)
+    rows = devices.split(rows, axis=1)  # and so the work on each minibatch
     (network, optimizer), losses = jax.lax.scan(step, (network, optimizer), rows)
     return network, optimizer, jax.tree.map(jnp.mean, losses)
 

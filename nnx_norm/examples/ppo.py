@@ -7,18 +7,20 @@ Such as `python -m nnx_norm.examples.ppo`, or with `--env Pendulum --compare`, o
 
 import argparse
 import dataclasses
-import math
+import io
+import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from nnx_norm.examples.options import VARIANTS, parser
 
 if TYPE_CHECKING:
     from nnx_norm.examples.checkpoints import Checkpoints
     from nnx_norm.examples.training import Settings
 
-VARIANTS = ("none", "obs", "reward", "obs+reward")
 QUICK = {"seeds": 3, "steps": 80_000}
 
 
@@ -42,35 +44,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
+    except Exception:
+        if options.coordinator is None:
+            raise
+        # The others wait for us, and at an orderly exit we would wait for them.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
     print(f"ppo: {message}", file=sys.stderr)
     return 2
 
 
 def run(options: argparse.Namespace) -> int:
     """Trains what the options ask for and reports it."""
-    from nnx_norm.examples import catalogue, report
+    from nnx_norm.examples import catalogue, devices, report
     from nnx_norm.examples.checkpoints import Unusable
     from nnx_norm.examples.progress import Progress
     from nnx_norm.examples.training import Interrupted, train
 
+    hosts = options.coordinator, options.processes, options.process
     try:
+        mesh = devices.start(options.devices, *hosts)
         saves = open_checkpoints(options)
         options.out.mkdir(parents=True, exist_ok=True)
         settings = decide_settings(options, saves)
         environment = catalogue.make(settings.env, settings.scale)
-    except (catalogue.Unavailable, Unusable, OSError) as error:
+        devices.refuse_uneven(mesh, settings.hyper("").environments)
+    except (catalogue.Unavailable, devices.NotEnough, Unusable, OSError) as error:
         raise Refused(str(error)) from None
-    progress = Progress(settings.hyper("").steps_per_iteration * settings.seeds)
+    steps = settings.hyper("").steps_per_iteration * settings.seeds
+    progress = Progress(steps, sys.stderr if devices.is_first() else io.StringIO())
+    every = options.checkpoint_every or 10
     try:
-        histories, seconds = train(
-            settings, environment, progress, saves, options.checkpoint_every or 10
-        )
+        histories, seconds = train(settings, environment, progress, saves, every, mesh)
     except Interrupted:
         print(farewell(options), file=sys.stderr)
         return 130
     finally:
         progress.finished()
 
+    if not devices.is_first():
+        return 0
     print("\n" + report.table(settings, environment, histories) + "\n")
     name = report.file_name(settings, environment)
     numbers = report.numbers(settings, environment, histories, seconds)
@@ -156,117 +170,6 @@ def farewell(options: argparse.Namespace) -> str:
         "stopped and saved; continue with: python -m nnx_norm.examples.ppo "
         f"--checkpoint {directory} --resume --out {out}"
     )
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    # Settings have no default here: what was left out can come from a checkpoint.
-    cli = argparse.ArgumentParser(
-        prog="python -m nnx_norm.examples.ppo",
-        description="Trains a PPO agent for several seeds at once and reports its "
-        "return. Without --normalize and --compare it compares `none` and "
-        "`obs+reward`.",
-    )
-    add = cli.add_argument
-    add(
-        "--env",
-        metavar="NAME",
-        help="MountainCarContinuous (the default), Pendulum, MountainCar, Acrobot or "
-        "CartPole; with nnx-norm[brax] installed also fast and inverted_pendulum",
-    )
-    add(
-        "--normalize",
-        choices=VARIANTS,
-        help="train this variant alone (or beside those of --compare)",
-    )
-    add(
-        "--compare",
-        nargs="*",
-        choices=VARIANTS,
-        metavar="VARIANT",
-        help="train these variants and draw them into one picture (no name: all four)",
-    )
-    add("--seeds", type=positive(int), help="seeds trained side by side (default: 5)")
-    add(
-        "--steps",
-        type=positive(int_of_float),
-        help="environment steps for each variant and seed (default: 150000)",
-    )
-    add("--epochs", type=positive(int), help="passes over each rollout (default: 4)")
-    add("--learning-rate", type=positive(float), help="of Adam (default: 3e-4)")
-    add(
-        "--scale",
-        type=factors,
-        metavar="A,B,...",
-        help="factors for the observation's features, such as 1,1,57.3 for Pendulum "
-        "with its velocity in degrees; if the first is negative, --scale=-1,1,1",
-    )
-    add("--quick", action="store_true", help="3 seeds and 80000 steps: a first look")
-    add(
-        "--out",
-        type=folder,
-        default=Path("results"),
-        help="folder for the picture and the JSON (default: results)",
-    )
-    add(
-        "--checkpoint",
-        type=folder,
-        metavar="DIR",
-        help="save the whole state there now and then, and on Ctrl-C",
-    )
-    add(
-        "--resume",
-        action="store_true",
-        help="continue the run in --checkpoint DIR, or begin it if there is none yet",
-    )
-    add(
-        "--checkpoint-every",
-        type=positive(int),
-        metavar="N",
-        help="training steps between two checkpoints (default: 10)",
-    )
-    return cli
-
-
-def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """An argument type that refuses zero and less, and what is not finite."""
-
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not between 0 and infinity")
-        return value
-
-    parse.__name__ = "number"  # what argparse calls it in its complaints
-    return parse
-
-
-def int_of_float(text: str) -> int:
-    """A whole number that may be written as 3e5."""
-    value = float(text)
-    if not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text} is no whole number")
-    return int(value)
-
-
-def factors(text: str) -> tuple[float, ...]:
-    """Finite numbers between commas."""
-    try:
-        values = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        values = (math.nan,)
-    if not all(map(math.isfinite, values)):
-        raise argparse.ArgumentTypeError(
-            f"{text} are not finite numbers with commas between them, such as 1,1,57.3"
-        )
-    return values
-
-
-def folder(text: str) -> Path:
-    """A path that is not empty, as an unset variable of a shell would make it."""
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty; for here write .")
-    return Path(text)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
-from nnx_norm.examples import checkpoints
+from nnx_norm.examples import devices
 from nnx_norm.examples.algorithm import train_step
 from nnx_norm.examples.checkpoints import Checkpoints, Saved
 from nnx_norm.examples.environments import Environment
@@ -59,6 +60,7 @@ def train(
     progress: Progress,
     saves: Checkpoints | None = None,
     save_every: int = 10,
+    mesh: Mesh | None = None,
 ) -> tuple[dict[str, History], dict[str, dict[str, float]]]:
     """Trains every variant, from the newest checkpoint on if there is one.
 
@@ -68,6 +70,8 @@ def train(
       progress: Where to tell how it goes.
       saves: Where to save the state and to look for one to continue from.
       save_every: Training steps between two checkpoints.
+      mesh: Devices to split the environments over; None trains on one. Not part of
+        the settings: a run can go on with others.
 
     Returns:
       The history of each variant, and the seconds that this call spent on it.
@@ -87,10 +91,12 @@ def train(
                 continue  # done when that checkpoint was written
             progress.compiling(variant)
             clock = [time.perf_counter()]
-            run = VariantRun(settings, variant, environment)
+            run = VariantRun(settings, variant, environment, mesh)
             if saved and saved.position >= begin:
                 run.restore(saved, histories[variant])
-            while run.iteration < settings.iterations and not stop_requested():
+            while run.iteration < settings.iterations:
+                if devices.anyone(stop_requested()):
+                    break
                 metrics = run.step()
                 if len(clock) == 1:  # the first step, which had to be compiled
                     clock.append(time.perf_counter())
@@ -113,15 +119,23 @@ def train(
 class VariantRun:
     """One variant on its way: learners of all seeds and what they have shown."""
 
-    def __init__(self, settings: Settings, variant: str, environment: Environment):
-        self._settings, self._variant = settings, variant
+    def __init__(
+        self,
+        settings: Settings,
+        variant: str,
+        environment: Environment,
+        mesh: Mesh | None = None,
+    ):
+        self._settings, self._variant, self._mesh = settings, variant, mesh
         self._static = {"environment": environment, "hyper": settings.hyper(variant)}
         self._records: list[dict[str, np.ndarray]] = []
-        self.learners = new_learners(jnp.arange(settings.seeds), **self._static)
+        learners = new_learners(jnp.arange(settings.seeds), **self._static)
+        self.learners = devices.placed(learners, mesh)
 
     def step(self) -> dict[str, np.ndarray]:
         """One training step of every seed; returns its metrics."""
-        self.learners, metrics = train_steps(self.learners, **self._static)
+        with devices.within(self._mesh):
+            self.learners, metrics = train_steps(self.learners, **self._static)
         self._records.append(jax.tree.map(np.asarray, metrics))
         return self._records[-1]
 
@@ -141,14 +155,14 @@ class VariantRun:
         """What a checkpoint needs, at a position counted from `begin`."""
         return Saved(
             position=begin + self.iteration,
-            learners=checkpoints.to_arrays(self.learners),
+            learners=devices.saved(self.learners, self._mesh),
             histories={**earlier, self._variant: self.history},
             about=dataclasses.asdict(self._settings),
         )
 
     def restore(self, saved: Saved, history: History) -> None:
         """Continues where a checkpoint was written."""
-        self.learners = checkpoints.from_arrays(self.learners, saved.learners)
+        self.learners = devices.restored(self.learners, saved.learners, self._mesh)
         self._records = [
             dict(zip(history, row, strict=True))
             for row in zip(*history.values(), strict=True)
