@@ -2,9 +2,15 @@
 """How every test runs: eight devices, strict dtype promotion, hypothesis profiles."""
 
 import os
+from pathlib import Path
 
 import hypothesis
 import jax
+import pytest
+
+# A plugin for another pytest process: imported here, for its docstrings, it would put
+# our class in the place of nnx-ppo's in every test.
+collect_ignore = ["nnx_ppo_plugin.py"]
 
 # For this process and for those that tests start. Set JAX_PLATFORMS to run elsewhere.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,6 +31,12 @@ hypothesis.settings.register_profile("record", max_examples=5000, **_quiet)
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
 )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves tests against packages of the extra `interop` to those who name them."""
+    named = any("interop" in argument for argument in config.args)
+    return True if collection_path.name == "interop" and not named else None
 
 
 def pytest_xdist_auto_num_workers() -> int:
