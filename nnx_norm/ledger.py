@@ -12,9 +12,10 @@ from flax import nnx
 
 from nnx_norm import arguments
 from nnx_norm.fold import Statistics
+from nnx_norm.inspection import normalizers
 from nnx_norm.statistics import RunningStatistics
 from nnx_norm.storage import NormalizerStatistics, placed_like
-from nnx_norm.tree import is_mapping, path_name
+from nnx_norm.tree import is_mapping
 
 INCREMENT = {"worker", "number", "after", "statistics"}
 STATISTICS = {"mean", "M2", "count", "skipped"}
@@ -164,11 +165,8 @@ def normalizers_in(model: nnx.Module) -> dict[str, RunningStatistics]:
     Raises:
       ValueError: There is none.
     """
-    found = {
-        path_name(path): module
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, RunningStatistics)
-    }
+    every = normalizers(model).items()
+    found = {path: m for path, m in every if isinstance(m, RunningStatistics)}
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no Normalizer or RewardNormalizer in it."

@@ -109,6 +109,11 @@ class Spec:
         leaves = [leaf for _, leaf in given]
         return Match(treedef, leaves, [index[names[i]] for i in self.kept])
 
+    def __repr__(self) -> str:
+        """What `print(normalizer)` shows of it."""
+        out = ", ".join(name or "one array" for name in self.excluded_names)
+        return f"Spec({self.describe()}{f', exclude {out}' if out else ''})"
+
     def describe(self) -> str:
         """The leaves and their shapes, for messages."""
         leaves = [

@@ -291,3 +291,9 @@ def test_an_excluded_leaf_may_hold_anything():
     for left in (["key"], ["wave"]):
         with pytest.raises(TypeError, match="Exclude it"):
             parse(example, exclude=left)
+
+
+def test_a_printed_normalizer_shows_its_leaves():
+    assert repr(parse(3)) == "Spec({one array: (3,)})"
+    spec = parse({"goal": {"id": ()}, "image": (4, 4)}, exclude=("image",))
+    assert repr(spec) == "Spec({goal/id: (), image: (4, 4)}, exclude image)"
