@@ -145,11 +145,19 @@ def normalizers(module: nnx.Module) -> dict[str, Any]:
     Returns:
       The modules, in no order to rely on.
 
+    Raises:
+      TypeError: It is none, but an `nnx.State`, say.
+
     Example:
       >>> from nnx_norm import Sequential
       >>> list(normalizers(Sequential([jnp.tanh, Normalizer(2)])))
       ['layers/1']
     """
+    if not isinstance(module, nnx.Module | nnx.Pytree | dict | list | tuple):
+        raise TypeError(
+            f"Got a {type(module).__name__}; expected a module. A state tells nothing "
+            "of the normalizers that it belongs to: nnx.update(model, state) first."
+        )
     kinds = RunningStatistics | RunningMeanStd
     found = nnx.iter_modules(module)
     return {path_name(path): m for path, m in found if isinstance(m, kinds)}

@@ -31,9 +31,11 @@ def check_statistics(model: nnx.Module) -> None:
 
     Args:
       model: Any module; the normalizers in it are found, the ports and the running
-        returns too. Values are fetched from their devices.
+        returns too. Values are fetched from their devices; of what is split over
+        processes each looks at its part.
 
     Raises:
+      TypeError: `model` is no module but a state, say.
       ValueError: All that is wrong, a line each with its path: a Variable that holds
         no array, another dtype than float32 or another shape than its normalizer's;
         NaN or infinity (but for `nonfinite="propagate"`); a negative count or
@@ -137,9 +139,21 @@ def _unlike(name: str, found: Shapes, wanted: Shapes) -> Iterator[str]:
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
-    """Leaves by the names of their paths, as NumPy arrays."""
+    """Leaves by the names of their paths, as NumPy arrays; several of a split one."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(path_name(keys_of(path)), np.asarray(leaf)) for path, leaf in leaves]
+    return [
+        (path_name(keys_of(path)), np.asarray(part))
+        for path, leaf in leaves
+        for part in _parts(leaf)
+    ]
+
+
+def _parts(leaf: Any) -> list[Any]:
+    """A leaf, or what this process has of one that is split over several."""
+    split = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    if split and not leaf.is_fully_replicated:
+        return [shard.data for shard in leaf.addressable_shards]
+    return [leaf]
 
 
 def _shapes(tree: Any) -> Shapes:

@@ -69,6 +69,7 @@ class NormalizeVectorEnv(VectorWrapper):
             itself. Freeze the normalizers to evaluate.
 
         Raises:
+          TypeError: A normalizer is of another kind.
           ValueError: `fold_every` is not positive.
         """
         super().__init__(env)
@@ -76,6 +77,8 @@ class NormalizeVectorEnv(VectorWrapper):
             raise ValueError(
                 f"fold_every is {fold_every}; expected at least 1, or None."
             )
+        _refuse_other("observations", observations, Normalizer)
+        _refuse_other("rewards", rewards, RewardNormalizer)
         self.observations, self.rewards = observations, rewards
         self.fold_every = fold_every
         self.raw_observations: PyTree = None
@@ -167,6 +170,13 @@ class NormalizeVectorEnv(VectorWrapper):
         )
         normalized = [np.asarray(out[i]) for i in match.kept]
         return match.replace(normalized, others=True)  # bit for bit as they came
+
+
+def _refuse_other(name: str, given: Any, kind: type) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise TypeError(
+            f"{name} is a {type(given).__name__}; expected a {kind.__name__} or None."
+        )
 
 
 def _history(steps: list[tuple[PyTree, np.ndarray]]) -> tuple[PyTree, jax.Array]:

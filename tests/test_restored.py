@@ -316,6 +316,15 @@ def test_a_partial_restore_leaves_what_is_told_of(tmp_path):
     assert (again.count, again.mean.get_value().tolist()) == (4, [3.0, 4.0])
 
 
+def test_a_state_is_not_taken_for_a_model_without_normalizers():
+    state: Any = nnx.state(AGENT[0])
+    for call in (check_statistics, nnx_norm.summary, nnx_norm.metrics):
+        with pytest.raises(TypeError, match=r"Got a State.*nnx.update\(model, state\)"):
+            call(state)
+    with pytest.raises(TypeError, match="Got a NoneType; expected a module"):
+        check_statistics(None)  # pyright: ignore[reportArgumentType]
+
+
 # Killed
 
 KILLS = 20 if hypothesis.settings().max_examples >= 1000 else 2

@@ -206,3 +206,13 @@ def test_environments_in_processes_of_their_own():
 def test_fold_every_is_checked():
     with pytest.raises(ValueError, match="fold_every is 0; expected at least 1"):
         NormalizeVectorEnv(made(AutoresetMode.NEXT_STEP)[0], fold_every=0)
+
+
+def test_normalizers_of_the_other_kind_are_refused():
+    vector, _ = made(AutoresetMode.NEXT_STEP)
+    other: Any = RewardNormalizer(GAMMA)
+    with pytest.raises(TypeError, match="observations is a RewardNormalizer; expected"):
+        NormalizeVectorEnv(vector, other)
+    other = Normalizer(2)
+    with pytest.raises(TypeError, match="rewards is a Normalizer; expected a Reward"):
+        NormalizeVectorEnv(vector, rewards=other)
