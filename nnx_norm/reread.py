@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 
 from nnx_norm.samples import float_dtype
 from nnx_norm.slices import careful_in_slices
-from nnx_norm.sums import WHOLE_ON_CPU, Sums, on_one_cpu, sums
+from nnx_norm.sums import FUSED_ON_CPU, WHOLE_ON_CPU, Sums, on_one_cpu, sums
 from nnx_norm.weighting import Weighting, leave_out, weigh
 
 LOST = 2.5
@@ -103,9 +103,9 @@ def batch_sums(
     given = weigh(leaves[0].shape[:lead], mask, weights)
     first = read(shift, given, careful=False)
     sliced = local and all(x.size and x.dtype not in WHOLE_ON_CPU for x in leaves)
-    # Native reductions add long chains of float32, good to a few eps of the distance:
-    # not enough where all of it goes to M2.
-    allowed = jnp.asarray(prior if local else 0.0)
+    # An accelerator's reductions add long chains of float32, good to a few eps of the
+    # distance: not enough where all of it goes to M2.
+    allowed = jnp.asarray(prior if jax.default_backend() == "cpu" else 0.0)
 
     def needed(state: tuple[jax.Array, BatchSums]) -> jax.Array:
         reads, batch = state
@@ -219,14 +219,17 @@ def _finite_samples(leaves: Sequence[jax.Array], lead: int) -> jax.Array:
 
 
 def _finite(x: jax.Array, lead: int) -> jax.Array:
-    """Whether the largest and the smallest feature are: XLA fuses that everywhere.
+    """Whether all features are: bool `[*lead]`.
 
-    But it gathers two floats per sample from every device that has some of the
-    features, where it could all-reduce one flag: so only for CPU.
+    On CPU a comparison would be written down for every feature. Zero times infinity is
+    a NaN, and a sum of products is fused; for other dtypes, see `sums`, the largest
+    and the smallest feature are, but XLA gathers both from devices with some of them.
     """
     axes = tuple(range(lead, x.ndim))
     if jax.default_backend() != "cpu":
         return jnp.all(jnp.isfinite(x), axis=axes)
+    if x.dtype in FUSED_ON_CPU:
+        return jnp.sum(x * jnp.zeros((), x.dtype), axis=axes) == 0
 
     def largest(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
         return jnp.maximum(a[0], b[0]), jnp.maximum(a[1], b[1])  # NaN wins

@@ -10,13 +10,15 @@ to read, none of which materialises anything of the history's size:
 
 - A batch that lies whole on one CPU device: one loop over slices, see `slices`.
 - Anything else: two native reductions, which XLA splits over devices (no reshape:
-  flattening a sharded `[T, B]` makes XLA gather it) and fuses into one read on
-  accelerators. On CPU a term shared by both would be materialised, so the second
-  reads through an optimization barrier, and a select would be too, so a weight of
-  zero multiplies; should a NaN stand there, the careful read follows.
-- The careful read of such a batch: the same in float64, or on CPU one reduction of
-  two operands. XLA gathers the sums of all devices for that, `[devices, *feat]`, where
-  native reductions take an all-reduce.
+  flattening a sharded `[T, B]` makes XLA gather it; an all-reduce of the sums is all
+  that devices exchange) and fuses into one read on accelerators. On CPU they add in
+  float64; a term shared by both would be materialised, so the second reads through an
+  optimization barrier, and a select would be too, so a weight of zero multiplies;
+  should a NaN stand there, the careful read follows, where such samples are raised to
+  the power of zero.
+- Dtypes that XLA's CPU reductions don't convert by themselves: one reduction of two
+  operands, which converts anything, but for which XLA gathers the sums of all devices,
+  `[devices, *feat]`.
 """
 
 from __future__ import annotations
@@ -105,38 +107,68 @@ def sums(
     local = on_one_cpu(x) if local is None else local
     if local and not careful and x.dtype not in WHOLE_ON_CPU:
         return Sums(*sums_in_slices(x, shift, weight, lead))
-    fused = jax.default_backend() != "cpu" or x.dtype in FUSED_ON_CPU
-    read = _native if fused and not careful else _careful
-    return read(x, shift, weight, lead)
+    if jax.default_backend() != "cpu":
+        return _on_accelerator(x, shift, weight, lead, careful)
+    read = _native if x.dtype in FUSED_ON_CPU else _converting
+    return read(x, shift, weight, lead, careful)
+
+
+def _on_accelerator(
+    x: jax.Array, shift: jax.Array, weight: jax.Array | None, lead: int, careful: bool
+) -> Sums:
+    """Two reductions that share what they read, in float64 if careful."""
+    if careful:
+        x, shift = x.astype(jnp.float64), shift.astype(jnp.float64)
+    d = deviation(x, shift)
+    w: Any = 1
+    if weight is not None:
+        w = align_leading(weight, x)
+        d = jnp.where(w.astype(jnp.bool_), d, 0) if careful else d
+        w = w.astype(d.dtype)
+    axes = tuple(range(lead))
+    # w first: a zero forestalls overflow
+    first, second = (jnp.sum(term, axes) for term in (w * d, (w * d) * d))
+    return Sums(first.astype(jnp.float64), second.astype(jnp.float64))
 
 
 def _native(
-    x: jax.Array, shift: jax.Array, weight: jax.Array | None, lead: int
+    x: jax.Array, shift: jax.Array, weight: jax.Array | None, lead: int, careful: bool
 ) -> Sums:
-    """Two reductions in the dtype that samples are computed in."""
+    """Two reductions on CPU of what its fusions know: no select, no comparison.
+
+    In float32 they would be no faster than the memory and have a bias in short chains:
+    samples far from zero are multiples of one spacing, the squares of odd multiples
+    are 1 modulo 8, and a sum that has dropped three bits rounds each of them down.
+    """
+    if weight is not None and weight.dtype == jnp.bool_:
+        weight = weight.astype(jnp.float32)
+    clean = careful and jnp.issubdtype(x.dtype, jnp.floating)
 
     def weighted(square: bool, x: Any, shift: Any, weight: Any) -> jax.Array:
-        d = deviation(x, shift)
-        w = 1 if weight is None else align_leading(weight, x).astype(d.dtype)
-        term = (w * d) * d if square else w * d  # w first: a zero forestalls overflow
-        return jnp.sum(term, axis=tuple(range(lead))).astype(jnp.float64)
+        w: Any = 1
+        if weight is not None:
+            w = jnp.broadcast_to(align_leading(weight, x), x.shape)
+            if clean:  # x ** 0 is 1 whatever x is, and x ** 1 is x
+                x = lax.pow(x, jnp.sign(w).astype(x.dtype))
+            w = w.astype(jnp.float64)
+        d = x.astype(jnp.float64) - shift.astype(jnp.float64)
+        return jnp.sum((w * d) * d if square else w * d, axis=tuple(range(lead)))
 
-    read = (x, shift, weight)
-    again = lax.optimization_barrier(read) if jax.default_backend() == "cpu" else read
+    # The first barrier keeps a weight from being made anew in every form it is used in.
+    read = lax.optimization_barrier((x, shift, weight))
+    again = lax.optimization_barrier(read)
     return Sums(weighted(False, *read), weighted(True, *again))
 
 
-def _careful(
-    x: jax.Array, shift: jax.Array, weight: jax.Array | None, lead: int
+def _converting(
+    x: jax.Array, shift: jax.Array, weight: jax.Array | None, lead: int, careful: bool
 ) -> Sums:
-    """One reduction of two operands in float64, slow and sure."""
+    """One reduction of two operands in float64 on CPU, slow and sure."""
+    del careful  # always is
     d = x.astype(jnp.float64) - shift.astype(jnp.float64)
     w: Any = 1.0
     if weight is not None:
         w = align_leading(weight, x)
         d = jnp.where(w.astype(jnp.bool_), d, 0.0)
         w = w.astype(jnp.float64)
-    axes = tuple(range(lead))
-    if jax.default_backend() != "cpu":
-        return Sums(jnp.sum(w * d, axes), jnp.sum(w * d * d, axes))
-    return Sums(*total_pair(w * d, w * d * d, axes))
+    return Sums(*total_pair(w * d, w * d * d, tuple(range(lead))))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from nnx_norm.kernels import total_pair
+from nnx_norm.sums import on_one_cpu
 
 
 class Weighting(NamedTuple):
@@ -100,7 +101,14 @@ def _tally(weight: jax.Array, sizes: tuple[int, ...], skipped: jax.Array) -> Wei
     times = math.prod(
         n for n, m in zip(sizes, weight.shape, strict=True) if m == 1 and n != 1
     )
-    rows = weight.astype(jnp.bool_).astype(jnp.int32)
     axes = tuple(range(weight.ndim))
-    count, rows = total_pair(weight.astype(jnp.float64), rows, axes)
+    if on_one_cpu(weight):
+        one = weight.astype(jnp.bool_).astype(jnp.int32)
+        count, rows = total_pair(weight.astype(jnp.float64), one, axes)
+    else:  # for a pair XLA gathers the sums of all devices
+        exact = jnp.float32 if weight.size <= 2**24 else jnp.float64
+        one = weight.astype(exact) if weight.dtype == jnp.bool_ else jnp.sign(weight)
+        count = rows = jnp.sum(one.astype(exact), axes).astype(jnp.float64)
+        if weight.dtype != jnp.bool_:
+            count = jnp.sum(weight.astype(jnp.float64), axes)
     return Weighting(weight, count * times, rows.astype(jnp.float64) * times, skipped)

@@ -526,23 +526,21 @@ def sharded_update(split: tuple[Any, ...], features: int) -> str:
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_no_history_is_gathered_under_plain_jit(split):
-    # On CPU the careful read gathers the sums of every device (and where features are
-    # split, two numbers for every sample); the history is 8 times as large as these.
     program = sharded_update(split, 64)
-    shapes = [tuple(map(int, v.split(","))) for v in GATHERED.findall(program)]
-    assert shapes and set(COLLECTIVES.findall(program)) == {"all-reduce", "all-gather"}
-    assert max(map(math.prod, shapes)) <= DEVICES * 64
+    assert "all-reduce" in COLLECTIVES.findall(program)
+    # Where features are split too, each device's flags; nothing else, not even sums.
+    flags = re.findall(r"= (\w+\[\d+\])\S* all-gather", program)
+    assert set(flags) == ({"s32[4]", "pred[4]"} if len(split) == 3 else set())
+    assert len(flags) == len(GATHERED.findall(program))
 
 
-def test_on_accelerators_not_even_sums_are_gathered(monkeypatch):
+def test_no_sums_are_gathered_on_accelerators(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # as it is read there
     for split in ((None, "d"), (None, "t", "d")):
         program = sharded_update(split, 72)  # a shape not traced for CPU
         assert "all-reduce" in COLLECTIVES.findall(program)
         shapes = [tuple(map(int, v.split(","))) for v in GATHERED.findall(program)]
-        assert (
-            max(map(math.prod, shapes)) <= DEVICES
-        )  # the number of each one's samples
+        assert max(map(math.prod, shapes), default=0) <= DEVICES
 
 
 def test_merging_what_devices_reduced_equals_reducing_what_they_merged():

@@ -172,7 +172,40 @@ def test_careful_squares_do_not_overflow():
     for local in (True, False):
         s = compute(x, jnp.zeros(1), None, 1, local=local, careful=True)
         assert s.second == pytest.approx(2e50, rel=1e-6)
-        assert np.isinf(compute(x, jnp.zeros(1), None, 1, local=local).second)  # teeth
+    assert np.isinf(compute(x, jnp.zeros(1), None, 1, local=True).second)  # teeth
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_short_chains_have_no_bias(careful):
+    """Odd multiples of a spacing have squares of 1 modulo 8: float32 drops each 1."""
+    rows = 1e4 + np.random.default_rng(0).normal(size=(112, 64))
+    x = jnp.asarray(rows, jnp.float32)
+    for local in (True, False):
+        s = compute(x, jnp.full(64, 1e4), None, 1, local=local, careful=careful)
+        _, second, _ = exact(x, np.full(64, 1e4), None, 1)
+        assert np.all(np.abs(s.second / second - 1) < 1e-8)
+    squares, chain = np.square(np.asarray(x) - np.float32(1e4)), np.zeros(64, np.float32)
+    for square in squares:
+        chain += square
+    assert np.mean(chain / second - 1) < -3e-7  # teeth
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_a_careful_read_does_not_look_where_the_weight_is_zero(local, bad):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(12, 9, 5)) * 10.0 ** rng.integers(-30, 18, (12, 9, 5))
+    x[3, 4], x[7, 2, 1] = bad, bad
+    x, shift = x.astype(np.float32), np.zeros(5, np.float32)
+    for dtype in (np.bool_, np.float32):
+        weight = np.ones((12, 9), dtype)
+        weight[3, 4] = weight[7, 2] = 0
+        s = compute(
+            jnp.asarray(x), shift, jnp.asarray(weight), 2, local=local, careful=True
+        )
+        clean = np.where(weight[..., None] != 0, x, 0).astype(np.float64)
+        assert s.first == pytest.approx(clean.sum((0, 1)), rel=1e-14)
+        assert s.second == pytest.approx((clean**2).sum((0, 1)), rel=1e-14)
 
 
 def test_where_an_array_lies_is_found_out():
