@@ -184,7 +184,10 @@ def test_short_chains_have_no_bias(careful):
         s = compute(x, jnp.full(64, 1e4), None, 1, local=local, careful=careful)
         _, second, _ = exact(x, np.full(64, 1e4), None, 1)
         assert np.all(np.abs(s.second / second - 1) < 1e-8)
-    squares, chain = np.square(np.asarray(x) - np.float32(1e4)), np.zeros(64, np.float32)
+    squares, chain = (
+        np.square(np.asarray(x) - np.float32(1e4)),
+        np.zeros(64, np.float32),
+    )
     for square in squares:
         chain += square
     assert np.mean(chain / second - 1) < -3e-7  # teeth
