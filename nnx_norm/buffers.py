@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nnx_norm import distributed, fold, moments
 from nnx_norm.distributed import AxisName
-from nnx_norm.extended import double, join, residual_of, split
+from nnx_norm.extended import double, join, namespace, residual_of, split
 from nnx_norm.moments import Moments
 
 PyTree = Any
@@ -46,7 +47,7 @@ class Parts(NamedTuple):
 
 
 def joined(parts: Parts) -> Buffers:
-    """Buffers in float64; call it inside `extended.double()`.
+    """Buffers in float64; call it inside `extended.double()`, or with NumPy arrays.
 
     Example:
       >>> with double():
@@ -55,25 +56,23 @@ def joined(parts: Parts) -> Buffers:
       (0.10000000149011612, 0.1)
     """
 
-    def add(value: jax.Array, residual: jax.Array, tail: jax.Array) -> jax.Array:
-        owned = residual_of(value, residual)
-        rest = jnp.where(owned == residual, residual_of(owned, tail), 0.0)
-        return join(value, owned) + rest.astype(jnp.float64)
+    def add(value: Any, residual: Any, tail: Any) -> Any:
+        owned, zero = residual_of(value, residual), np.float32(0)
+        own = namespace(value).where(owned == residual, residual_of(owned, tail), zero)
+        return join(value, owned) + own.astype(np.float64)
 
     return jax.tree.map(add, *parts)
 
 
 def separated(buffers: Buffers) -> Parts:
-    """Float32 parts of buffers in float64; call it inside `extended.double()`."""
+    """Float32 parts of buffers in float64; inside `double()`, or of NumPy arrays."""
 
-    def cut(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        value, residual = split(x)
-        rest = x - (value.astype(jnp.float64) + residual.astype(jnp.float64))
-        return (
-            value,
-            residual,
-            jnp.where(jnp.isfinite(rest), rest, 0.0).astype(jnp.float32),
-        )
+    def cut(x: Any) -> tuple[Any, Any, Any]:
+        xp, (value, residual) = namespace(x), split(x)
+        with np.errstate(invalid="ignore"):
+            rest = x - (value.astype(np.float64) + residual.astype(np.float64))
+        tail = xp.where(xp.isfinite(rest), rest, 0.0).astype(np.float32)
+        return value, residual, tail
 
     leaves, treedef = jax.tree.flatten(buffers)
     sides = zip(*map(cut, leaves), strict=True)

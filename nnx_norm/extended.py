@@ -12,7 +12,7 @@ of the textbook; XLA folds a two-float sum with a constant operand wrongly on ja
 jit, nnx.jit, scan, nnx.scan, vmap, cond, while_loop, shard_map with psum, pmap,
 eval_shape and export on jax 0.10 and 0.12. The arrays it touches have the size of
 the statistics, never that of a history. Nothing of float64 may leave the context: an
-escaped array is cut to float32 at the next jit boundary.
+escaped array is cut to float32 at the next jit boundary. NumPy arrays need no context.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+Array = Any  # of JAX, or of NumPy: then all is done on the host, and nothing compiled
 
 
 def double() -> AbstractContextManager[Any]:
@@ -40,11 +43,27 @@ def double() -> AbstractContextManager[Any]:
     return jax.enable_x64(True)
 
 
-def spacing(value: jax.Array) -> jax.Array:
+def namespace(array: Array) -> Any:
+    """The module to compute with: `numpy` for its own arrays, else `jax.numpy`.
+
+    Args:
+      array: Array of NumPy or JAX.
+
+    Returns:
+      The module.
+
+    Example:
+      >>> namespace(np.zeros(2)).__name__, namespace(jnp.zeros(2)).__name__
+      ('numpy', 'jax.numpy')
+    """
+    return np if isinstance(array, (np.ndarray, np.generic)) else jnp
+
+
+def spacing(value: Array) -> Array:
     """Distance from `|value|` to the next larger float32.
 
     Args:
-      value: float32 array of any shape.
+      value: float32 array of any shape, of JAX or NumPy.
 
     Returns:
       float32 array of the same shape.
@@ -54,12 +73,15 @@ def spacing(value: jax.Array) -> jax.Array:
       2.0
     """
     # Two to the exponent, times 2^-23. It is a step function: no gradient.
+    if namespace(value) is np:
+        power = (value.view(np.int32) & np.int32(0x7F800000)).view(np.float32)
+        return power * np.float32(2.0**-23)
     bits = lax.bitcast_convert_type(lax.stop_gradient(value), jnp.int32)
     power = lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
     return power * 2.0**-23
 
 
-def join(value: jax.Array, residual: jax.Array) -> jax.Array:
+def join(value: Array, residual: Array) -> Array:
     """The float64 array that a value and its residual stand for.
 
     A residual larger than one spacing of its value doesn't belong to it (the value
@@ -67,7 +89,7 @@ def join(value: jax.Array, residual: jax.Array) -> jax.Array:
     Call it inside `double()`.
 
     Args:
-      value: float32 array of any shape.
+      value: float32 array of any shape, of JAX or NumPy.
       residual: float32 array of the same shape.
 
     Returns:
@@ -80,16 +102,15 @@ def join(value: jax.Array, residual: jax.Array) -> jax.Array:
       >>> own, foreign
       (16777217.0, 5.0)
     """
-    owned = jnp.abs(residual) <= spacing(value)
-    kept = jnp.where(owned, residual, jnp.zeros_like(residual))
-    return value.astype(jnp.float64) + kept.astype(jnp.float64)
+    kept = residual_of(value, residual)
+    return value.astype(np.float64) + kept.astype(np.float64)
 
 
-def residual_of(value: jax.Array, residual: jax.Array) -> jax.Array:
+def residual_of(value: Array, residual: Array) -> Array:
     """The residual where it belongs to `value`, else zero; float32 throughout.
 
     Args:
-      value: float32 array of any shape.
+      value: float32 array of any shape, of JAX or NumPy.
       residual: float32 array of the same shape.
 
     Returns:
@@ -100,11 +121,12 @@ def residual_of(value: jax.Array, residual: jax.Array) -> jax.Array:
       >>> residual_of(value, jnp.float32([1.0, 1.0])).tolist()
       [1.0, 0.0]
     """
-    owned = jnp.abs(residual) <= spacing(value)
-    return jnp.where(owned, residual, jnp.zeros_like(residual))
+    xp = namespace(value)
+    owned = abs(residual) <= spacing(value)
+    return xp.where(owned, residual, xp.zeros_like(residual))
 
 
-def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split(x: Array) -> tuple[Array, Array]:
     """Value and residual of a float64 array; the inverse of `join`.
 
     Call it inside `double()`. `split(join(*split(x))) == split(x)` bit for bit, but
@@ -112,7 +134,7 @@ def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     residual zero.
 
     Args:
-      x: float64 array of any shape.
+      x: float64 array of any shape, of JAX or NumPy.
 
     Returns:
       Two float32 arrays of that shape.
@@ -123,9 +145,11 @@ def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
       >>> float(value), float(residual)
       (0.10000000149011612, -1.4901161415892261e-09)
     """
-    value = x.astype(jnp.float32)
-    rest = (x - value.astype(jnp.float64)).astype(jnp.float32)
-    # Rounding the residual can carry into the value (a tie): their sum settles it.
-    settled = jnp.where(jnp.isfinite(value), value + rest, value)
-    rest = rest - (settled - value)
-    return settled, jnp.where(jnp.isfinite(settled), rest, 0.0)
+    xp = namespace(x)
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite values, as said
+        value = x.astype(np.float32)
+        rest = (x - value.astype(np.float64)).astype(np.float32)
+        # Rounding the residual can carry into the value (a tie): their sum settles it.
+        settled = xp.where(xp.isfinite(value), value + rest, value)
+        rest = rest - (settled - value)
+    return settled, xp.where(xp.isfinite(settled), rest, np.float32(0))

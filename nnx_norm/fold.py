@@ -145,17 +145,19 @@ def lift(
     return Lifted(moments.from_sums(b), b.rows, b.skipped)
 
 
-def emit(
-    x: list[jax.Array],
-    value: Statistics,
-    residual: Statistics,
-    *,
-    lead: int,
-    skip: bool,
-) -> Emitted:
+def emit(x: list[jax.Array], running: Moments, *, lead: int, skip: bool) -> Emitted:
     """Moments of one batch `[*lead, *feat]`, for `fold_moments` to take later."""
+    local = on_one_cpu(*x)  # as in fold_inputs
+    return _emit(x, running, lead=lead, skip=skip, local=local)
+
+
+@partial(jax.jit, static_argnames=("lead", "skip", "local"))
+def _emit(
+    x: list[jax.Array], running: Moments, *, lead: int, skip: bool, local: bool
+) -> Emitted:
     with double():
-        batch, _, skipped = lift(x, value.moments, lead=lead, skip=skip)
+        read = partial(lift, lead=lead, skip=skip, local=local)
+        batch, _, skipped = read(x, running)
         pairs = [split(mean) for mean in batch.mean]
         return Emitted(
             [mean for mean, _ in pairs],

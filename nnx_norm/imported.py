@@ -170,7 +170,7 @@ def _refuse_other_divisor(
 ) -> None:
     """Raise where a module would divide by something else, for want of samples."""
     for s, theirs in zip(M2, _leaves(into.spec, source.std, "std", 0.0), strict=True):
-        ours = into._std(np.asarray(s), count)
+        ours = into._divisor(np.asarray(s), count)
         if np.any(off := np.abs(ours - theirs) > CLOSE * theirs):
             raise ValueError(
                 f"With {number(count):g} samples the source divides by "

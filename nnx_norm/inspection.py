@@ -17,7 +17,8 @@ from nnx_norm.normalizer import Normalizer
 from nnx_norm.routing import Container
 from nnx_norm.running_mean_std import RunningMeanStd
 from nnx_norm.samples import align_leading, deviation
-from nnx_norm.statistics import RunningStatistics, variance_of
+from nnx_norm.scaling import AddedStd, spreads, variance_of
+from nnx_norm.statistics import RunningStatistics
 from nnx_norm.tree import is_mapping, keys_of, path_name
 
 PyTree = Any
@@ -168,11 +169,13 @@ def _leaves(module: Any) -> Iterator[tuple[Any, ...]]:
     mean = module.mean.get_value()
     if isinstance(module, RunningStatistics):
         count, M2 = module.counter.get_value(), jax.tree.leaves(module.M2.get_value())
-        variances = [variance_of(v, count) for v in M2]
-        stds = jax.tree.leaves(module.std)
+        variances, stds = (
+            spreads(function, M2, count) for function in (variance_of, module._divisor)
+        )
     else:
         variances = jax.tree.leaves(module.var.get_value())
-        stds = [jnp.sqrt(v + module.epsilon) for v in variances]
+        count = module.count.get_value()
+        stds = spreads(AddedStd(module.epsilon), variances, count)
     leaves = jax.tree_util.tree_leaves_with_path(mean)
     for (path, leaf), variance, std in zip(leaves, variances, stds, strict=True):
         yield keys_of(path), leaf, variance, std

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.tree_util import keystr
 
 from nnx_norm import state_dicts, validation
@@ -17,7 +18,7 @@ from nnx_norm.buffers import Buffers, Parts, joined, separated
 from nnx_norm.extended import double
 from nnx_norm.serialization import exact
 from nnx_norm.spec import Spec, parse
-from nnx_norm.statistics import NormalizerStatistics
+from nnx_norm.storage import NormalizerStatistics, on_host
 from nnx_norm.tree import canonicalize
 
 PyTree = Any
@@ -53,9 +54,8 @@ class LazyStatistics(nnx.Module):
             leaves = [jnp.full(s, value, jnp.float32) for s in spec.features]
             return spec.unflatten(leaves)
 
-        with double():
-            count = jnp.asarray(self.initial_count, jnp.float64)
-            counts = separated(Buffers(None, None, count))
+        count = separated(Buffers(None, None, np.asarray(self.initial_count)))
+        counts = jax.device_put(count)
         values = (1.0, 0.0, 0.0)
         return Parts(
             *(
@@ -95,8 +95,7 @@ class LazyStatistics(nnx.Module):
           (1099511627777, 1099511627776.0)
         """
         spec = None if self.is_lazy else self._spec()
-        with double():
-            mean, var, count = jax.tree.map(np.asarray, joined(self._read(spec)))
+        mean, var, count = joined(on_host(self._read(spec)))
         if spec is None:
             return Buffers(None, None, exact(count))
         return Buffers(spec.unflatten(mean), spec.unflatten(var), exact(count))
@@ -162,8 +161,7 @@ class LazyStatistics(nnx.Module):
 
     def _store(self, spec: Spec, buffers: Buffers) -> None:
         """Write float64 NumPy buffers, lists of leaves for trees."""
-        with double():
-            self._write(spec, separated(jax.tree.map(jnp.asarray, buffers)))
+        self._write(spec, jax.device_put(separated(buffers)))
 
     def _materialize(self, state: Any) -> None:
         """Take the shapes of a saved state, as `state_dicts.nested` gives it."""
@@ -195,10 +193,10 @@ def _parts(value: PyTree, *rests: PyTree) -> tuple[list[Any], ...]:
             ]
             triples.append((v, *fit))
         else:
-            host = v if isinstance(v, jax.Array) else state_dicts.as_numpy(v)
-            with double():
-                x = Buffers([], [], jnp.asarray(host, jnp.float64))
-                triples.append(tuple(part.count for part in separated(x)))
+            given = v if isinstance(v, Tracer) else state_dicts.as_numpy(v)
+            with double():  # for what is traced
+                cut = separated(Buffers([], [], given.astype(np.float64)))
+            triples.append(tuple(jax.device_put([part.count for part in cut])))
     return tuple(map(list, zip(*triples, strict=True))) or ([], [], [])
 
 

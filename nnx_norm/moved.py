@@ -17,7 +17,7 @@ from nnx_norm.conventions import ADDED_TO_VARIANCE, Convention
 from nnx_norm.normalizer import Normalizer
 from nnx_norm.rewards import RewardNormalizer
 from nnx_norm.running_mean_std import RunningMeanStd
-from nnx_norm.statistics import variance_of
+from nnx_norm.scaling import variance_of
 from nnx_norm.tree import canonicalize, is_mapping
 
 PyTree = Any
@@ -150,7 +150,7 @@ def exported(module: Any) -> Moved:
         return Moved(
             tree(s.mean),
             tree([variance_of(M2, s.counter) for M2 in s.M2]),
-            tree([module._std(M2, s.counter) for M2 in s.M2]),
+            tree([module._divisor(M2, s.counter) for M2 in s.M2]),
             s.counter,
         )
     if not isinstance(module, RunningMeanStd):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
@@ -13,12 +12,11 @@ import numpy as np
 
 from nnx_norm import arguments, fold, masks, serialization, validation
 from nnx_norm.distributed import AxisName
-from nnx_norm.extended import residual_of
 from nnx_norm.modules import StatefulModule, StatefulModuleOutput
-from nnx_norm.samples import align_leading, deviation, float_dtype
+from nnx_norm.scaling import FlooredStd, Scale, Unscale, leafwise
 from nnx_norm.spec import Exclude, Match, parse
 from nnx_norm.stateful import FORGOTTEN, refuse_forgotten
-from nnx_norm.statistics import RunningStatistics, variance_of
+from nnx_norm.statistics import RunningStatistics
 
 PyTree = Any
 
@@ -167,7 +165,7 @@ class Normalizer(RunningStatistics, StatefulModule):
           ValueError: `y` doesn't fit the spec.
         """
         match, samples = validation.matched(self.spec, y, "y")
-        return match.replace(self._leafwise(_denormalize, samples), others=True)
+        return match.replace(self._scaled(Unscale, None, samples), others=True)
 
     def update_statistics(
         self, rollout_extras: Any, *, mask: Any = None, weights: Any = None
@@ -220,41 +218,28 @@ class Normalizer(RunningStatistics, StatefulModule):
         if self.emit == "inputs":
             return match.replace([match.leaves[i] for i in match.kept], others=False)
         lead = validation.common_leading(self.spec, samples, "x")
-        old = self._statistics_here()
+        running = self._statistics_here()[0].moments
         if samples:
-            emitted = fold.emit(samples, *old, lead=len(lead), skip=self._rule.skip)
+            step = partial(fold.emit, lead=len(lead), skip=self._rule.skip)
+            emitted = step(samples, running)
         else:
             nothing = jnp.zeros((), jnp.float32)
             emitted = fold.Emitted([], [], [], nothing, nothing)
         return emitted.over(self.spec.unflatten)
 
     def _normalized(self, match: Match, samples: list[jax.Array]) -> PyTree:
-        def one(x: jax.Array, mean: jax.Array, rest: jax.Array, std: jax.Array) -> Any:
-            # Times the reciprocal: a division per element would be the slowest part.
-            y = (deviation(x, mean) - rest) * (1 / std)
-            return y if self.clip is None else jnp.clip(y, -self.clip, self.clip)
+        return match.replace(self._scaled(Scale, self.clip, samples), others=True)
 
-        return match.replace(self._leafwise(one, samples), others=True)
+    def _scaled(
+        self, kind: type[Scale | Unscale], bound: float | None, xs: list[jax.Array]
+    ) -> list[jax.Array]:
+        value, rest = self._statistics_here()
+        stats = value.mean, rest.mean, value.M2, value.counter
+        return leafwise(kind(True, bound), self._divisor, xs, *stats)
 
-    def _leafwise(self, one: Callable[..., Any], xs: list[jax.Array]) -> list[Any]:
-        """`one(x, mean, residual, std)` for every leaf, in the dtype it computes in."""
-        value, residual = self._statistics_here()
-        out = []
-        for x, mean, rest, M2 in zip(
-            xs, value.mean, residual.mean, value.M2, strict=True
-        ):
-            rest, std = residual_of(mean, rest), self._std(M2, value.counter)
-            dtype = float_dtype(x.dtype)
-            y = one(x, *(v.astype(dtype) for v in (mean, rest, std)))
-            kept = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else dtype
-            out.append(y.astype(kept))
-        return out
-
-    def _std(self, M2: Any, count: Any) -> Any:
-        n = align_leading(count, M2)
-        xp = np if isinstance(M2, (np.ndarray, np.generic)) else jnp
-        std = xp.sqrt(xp.maximum(variance_of(M2, count), self.epsilon))
-        return xp.where(n > 0, std, self.initial_std).astype(M2.dtype)
+    @property
+    def _divisor(self) -> FlooredStd:
+        return FlooredStd(self.epsilon, self.initial_std)
 
     @property
     def _rule(self) -> fold.Rule:
@@ -293,7 +278,3 @@ class Normalizer(RunningStatistics, StatefulModule):
         new._add_members(np.shape(d["count"]) if "count" in d else ())
         new.load_dict(d)
         return new
-
-
-def _denormalize(y: jax.Array, mean: jax.Array, rest: jax.Array, std: jax.Array) -> Any:
-    return (y.astype(std.dtype) * std + rest) + mean

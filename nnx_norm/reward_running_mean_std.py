@@ -40,6 +40,8 @@ class RewardRunningMeanStd(RunningMeanStd):
       [1.5, 2.0]
     """
 
+    _centred = False  # that would change the task
+
     def __init__(
         self,
         shape: Any = (),
@@ -135,12 +137,6 @@ class RewardRunningMeanStd(RunningMeanStd):
     def _set_returns(self, spec: Spec, value: list[Any], rest: list[Any]) -> None:
         self.discounted_reward.set_value(spec.unflatten(value))
         self.discounted_residual.set_value(spec.unflatten(rest))
-
-    def _norm(self, x: Any, mean: Any, rest: Any, scale: Any) -> Any:
-        return self.maybe_clamp(x.astype(scale.dtype) / scale)
-
-    def _un_norm(self, x: Any, mean: Any, rest: Any, scale: Any) -> Any:
-        return self.maybe_clamp(x.astype(scale.dtype)) * scale
 
     def _materialize(self, state: Any) -> None:
         super()._materialize(state)

@@ -13,9 +13,9 @@ from jax import lax
 from nnx_norm import arguments, fold, masks, serialization, validation
 from nnx_norm.distributed import AxisName
 from nnx_norm.returns import NumEnvsNotGiven, RunningReturn, fold_returns
-from nnx_norm.samples import align_leading, float_dtype
+from nnx_norm.scaling import ReturnStd, Scale, Unscale, leafwise
 from nnx_norm.spec import parse
-from nnx_norm.statistics import RunningStatistics, variance_of
+from nnx_norm.statistics import RunningStatistics
 
 PyTree = Any
 
@@ -165,12 +165,7 @@ class RewardNormalizer(RunningStatistics):
         Raises:
           ValueError: The rewards don't fit `shape`.
         """
-        bound = self.clip
-
-        def one(r: jax.Array, std: jax.Array) -> jax.Array:
-            return r / std if bound is None else jnp.clip(r / std, -bound, bound)
-
-        return self._scaled(one, rewards)
+        return self._scaled(Scale(False, self.clip), rewards)
 
     def denormalize(self, rewards: PyTree) -> PyTree:
         """`rewards * std`, the inverse of `normalize` inside the clip.
@@ -184,18 +179,13 @@ class RewardNormalizer(RunningStatistics):
         Raises:
           ValueError: The rewards don't fit `shape`.
         """
-        return self._scaled(jnp.multiply, rewards)
+        return self._scaled(Unscale(False, None), rewards)
 
-    def _scaled(self, one: Any, rewards: PyTree) -> PyTree:
+    def _scaled(self, one: Scale | Unscale, rewards: PyTree) -> PyTree:
         match, samples = validation.matched(self.spec, rewards, "rewards")
-        value, _ = self._statistics_here()
-        out = []
-        for r, M2 in zip(samples, value.M2, strict=True):
-            dtype = float_dtype(r.dtype)
-            scaled = one(r.astype(dtype), self._std(M2, value.counter).astype(dtype))
-            kept = r.dtype if jnp.issubdtype(r.dtype, jnp.floating) else dtype
-            out.append(scaled.astype(kept))
-        return match.replace(out, others=True)
+        value, rest = self._statistics_here()
+        stats = value.mean, rest.mean, value.M2, value.counter
+        return match.replace(leafwise(one, self._divisor, samples, *stats), others=True)
 
     def reset(self) -> None:
         """Forget every return and start the running returns anew."""
@@ -211,11 +201,9 @@ class RewardNormalizer(RunningStatistics):
             zeros = jax.tree.map(lambda v: jnp.zeros(members + v.shape), returns)
             self.running_return.set_value(zeros)
 
-    def _std(self, M2: Any, count: Any) -> Any:
-        xp = np if isinstance(M2, (np.ndarray, np.generic)) else jnp
-        known = (align_leading(count, M2) >= 2) & (M2 != 0)
-        std = xp.sqrt(xp.maximum(variance_of(M2, count), self.epsilon))
-        return xp.where(known, std, 1.0).astype(M2.dtype)
+    @property
+    def _divisor(self) -> ReturnStd:
+        return ReturnStd(self.epsilon)
 
     def _settings(self) -> dict[str, Any]:
         settings = {name: getattr(self, name) for name in SETTINGS}

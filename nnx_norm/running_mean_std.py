@@ -15,9 +15,9 @@ from jax import lax
 from nnx_norm import arguments, buffers, validation
 from nnx_norm.buffers import Buffers
 from nnx_norm.distributed import AxisName
-from nnx_norm.extended import double, residual_of
+from nnx_norm.extended import double
 from nnx_norm.lazy import LazyStatistics
-from nnx_norm.samples import deviation, float_dtype
+from nnx_norm.scaling import AddedStd, Scale, Unscale, clipped, leafwise
 from nnx_norm.spec import Spec, parse
 from nnx_norm.state_dicts import is_numbers
 
@@ -45,6 +45,8 @@ class RunningMeanStd(LazyStatistics):
       >>> [round(y, 4) for y in stats.normalize(jnp.array([3.0])).tolist()]
       [1.0]
     """
+
+    _centred = True
 
     def __init__(
         self,
@@ -166,27 +168,15 @@ class RunningMeanStd(LazyStatistics):
         if not self.is_lazy:
             validation.common_leading(spec, leaves, "x")
         parts = lax.stop_gradient(self._read(spec))
-        one = self._un_norm if un_norm else self._norm
-
-        def mapped(v: jax.Array, mean: Any, rest: Any, var: Any) -> jax.Array:
-            dtype = float_dtype(v.dtype)
-            scale = jnp.sqrt(var.astype(dtype) + self.epsilon)
-            rest = residual_of(mean, rest).astype(dtype)
-            kept = v.dtype if jnp.issubdtype(v.dtype, jnp.floating) else dtype
-            return one(v, mean.astype(dtype), rest, scale).astype(kept)
-
+        one = (Unscale if un_norm else Scale)(self._centred, self.clamp_value)
         stats = parts.value.mean, parts.residual.mean, parts.value.var
-        return match.replace(list(map(mapped, leaves, *stats)), others=True)
+        divisor = AddedStd(self.epsilon)
+        scaled = leafwise(one, divisor, leaves, *stats, parts.value.count)
+        return match.replace(scaled, others=True)
 
     def __call__(self, x: PyTree) -> PyTree:
         """`normalize(x)`, so that it is a layer of `nnx.Sequential`."""
         return self.normalize(x)
-
-    def _norm(self, x: Any, mean: Any, rest: Any, scale: Any) -> Any:
-        return self.maybe_clamp((deviation(x, mean) - rest) / scale)
-
-    def _un_norm(self, x: Any, mean: Any, rest: Any, scale: Any) -> Any:
-        return (self.maybe_clamp(x.astype(scale.dtype)) * scale + rest) + mean
 
     def maybe_clamp(self, x: Any) -> Any:
         """`x` clamped to plus or minus `clamp_value`, or as it is if that is None.
@@ -197,8 +187,7 @@ class RunningMeanStd(LazyStatistics):
         Returns:
           Array of that shape.
         """
-        bound = self.clamp_value
-        return x if bound is None else jnp.clip(x, -bound, bound)
+        return clipped(x, self.clamp_value)
 
 
 def _optional(check: Callable[..., float], value: Any, *bounds: Any) -> float | None:

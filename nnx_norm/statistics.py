@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import keystr
 
 from nnx_norm import arguments, fold, serialization
@@ -19,9 +20,10 @@ from nnx_norm.extended import double, join
 from nnx_norm.fold import Statistics
 from nnx_norm.moments import Moments
 from nnx_norm.samples import align_leading
+from nnx_norm.scaling import Divisor, spreads, variance_of
 from nnx_norm.serialization import exact
 from nnx_norm.storage import NormalizerStatistics as NormalizerStatistics
-from nnx_norm.storage import StoredStatistics, placed_like
+from nnx_norm.storage import StoredStatistics, on_host, placed_like
 from nnx_norm.tree import is_mapping
 
 PyTree = Any
@@ -42,13 +44,13 @@ class RunningStatistics(StoredStatistics):
     def variance(self) -> PyTree:
         """Population variance `M2 / count`, float32 `[*feat]`; 0 before any sample."""
         value, _ = self._read()
-        return self.spec.unflatten([variance_of(M2, value.counter) for M2 in value.M2])
+        return self.spec.unflatten(spreads(variance_of, value.M2, value.counter))
 
     @property
     def std(self) -> PyTree:
         """What the normalizer divides by, float32 `[*feat]`."""
         value, _ = self._read()
-        return self.spec.unflatten([self._std(M2, value.counter) for M2 in value.M2])
+        return self.spec.unflatten(spreads(self._divisor, value.M2, value.counter))
 
     @property
     def count(self) -> Any:
@@ -133,7 +135,7 @@ class RunningStatistics(StoredStatistics):
         if isinstance(other, RunningStatistics):
             self._refuse_unlike(other, "merge_from")
             with double():
-                return fold.joined(*other._read())
+                return jax.jit(fold.joined)(*other._read())
         if isinstance(other, Moments):
             return self._statistics_of_moments(other)
         if is_mapping(other):
@@ -206,9 +208,12 @@ class RunningStatistics(StoredStatistics):
         n = float64_array(count, shape, "count", fill=True, minimum=0.0)
         means = filled(mean, "mean")
         variances = filled(variance, "variance", minimum=0.0)
-        with double():
+        skipped = (value.skipped, residual.skipped)
+        if not isinstance(value.skipped, Tracer):
+            skipped = on_host(skipped)
+        with double():  # for what is traced
             M2 = [v * align_leading(n, v) for v in variances]
-            skipped = join(value.skipped, residual.skipped)
+            skipped = join(*skipped)
         self._store64(Statistics(means, M2, n, skipped))
 
     def to_dict(self, flat: bool = False) -> dict[str, Any]:
@@ -237,7 +242,7 @@ class RunningStatistics(StoredStatistics):
             "mean": s.mean,
             "M2": s.M2,
             "variance": [variance_of(M2, s.counter) for M2 in s.M2],
-            "std": [self._std(M2, s.counter) for M2 in s.M2],
+            "std": [self._divisor(M2, s.counter) for M2 in s.M2],
         }
         numbers = {"count": exact(s.counter), "skipped": exact(s.skipped)}
         return serialization.to_dict(
@@ -267,12 +272,7 @@ class RunningStatistics(StoredStatistics):
         """How to fold."""
         return fold.Rule(self.nonfinite == "skip", self.axis_name)
 
-    def _std(self, M2: Any, count: Any) -> Any:
-        """What to divide one leaf by; arrays of NumPy in float64 or of JAX."""
+    @property
+    def _divisor(self) -> Divisor:
+        """What to divide one leaf by."""
         raise NotImplementedError
-
-
-def variance_of(M2: Any, count: Any) -> Any:
-    """`M2 / count` of NumPy or JAX arrays, zero before any sample."""
-    n = align_leading(count, M2)
-    return M2 / (n + (n == 0).astype(n.dtype))

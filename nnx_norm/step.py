@@ -61,12 +61,12 @@ class Rule:
 
 
 def joined(value: Statistics, residual: Statistics) -> Statistics:
-    """Statistics in float64; call it inside `double()`."""
+    """Statistics in float64; inside `double()`, or of NumPy arrays."""
     return jax.tree.map(join, value, residual)
 
 
 def separated(statistics: Statistics) -> tuple[Statistics, Statistics]:
-    """Values and residuals in float32 of statistics in float64; inside `double()`."""
+    """Values and residuals of statistics in float64; as `joined`."""
     leaves, treedef = jax.tree.flatten(statistics)
     pairs = [split(leaf) for leaf in leaves]
     value, residual = (

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.core import Tracer
 
 from nnx_norm import arguments
-from nnx_norm.extended import double, join
-from nnx_norm.fold import Statistics, separated
+from nnx_norm.extended import double
+from nnx_norm.fold import Statistics, joined, separated
 from nnx_norm.spec import Spec
 
 PyTree = Any
@@ -115,26 +115,37 @@ class StoredStatistics(nnx.Module):
 
     def _statistics64(self) -> Statistics:
         """Statistics on the host, float64 NumPy arrays in full precision."""
-        value, residual = self._read()
-        with double():
-            return jax.tree.map(lambda v, r: np.asarray(join(v, r)), value, residual)
+        return joined(*map(on_host, self._read()))
 
     def _store64(self, statistics: Statistics) -> None:
-        """Write float64 statistics into buffers of our own, placed like the old."""
+        """Write float64 statistics into buffers of our own, placed like the old.
+
+        NumPy arrays are split on the host: nothing is compiled.
+        """
         arguments.refuse_torn(self.spec, *statistics.moments)
-        with double():
-            new = separated(
-                jax.tree.map(lambda v: jnp.asarray(v, jnp.float64), statistics)
-            )
+        with double():  # for what is traced
+            new = separated(statistics)
         self._write(*jax.tree.map(placed_like, new, self._read()))
 
 
-def placed_like(new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` with the sharding of `old`, where both are concrete and that was chosen."""
+def on_host(tree: PyTree) -> PyTree:
+    """A tree of NumPy arrays; raises where it is traced."""
+    return jax.tree.map(np.asarray, jax.device_get(tree))
+
+
+def placed_like(new: Any, old: Any) -> jax.Array:
+    """`new` with the sharding of `old`, where both are concrete and that was chosen.
+
+    Args:
+      new: Array of JAX, or of NumPy that nobody else holds.
+      old: Array of JAX; or of NumPy, as a restored state may hold.
+
+    Returns:
+      An array of JAX.
+    """
     if isinstance(new, Tracer) or isinstance(old, Tracer):
-        return new
-    if not getattr(old, "committed", False):
-        # Nobody said where it belongs (and a restored state may hold NumPy arrays):
-        # committed to one device it would no longer go with a history on a mesh.
-        return new
-    return jax.device_put(new, old.sharding)
+        return jnp.asarray(new)
+    # Unless somebody said where it belongs: committed to one device it would no longer
+    # go with a history on a mesh. (`asarray` would compile a program for each shape.)
+    chosen = getattr(old, "committed", False)
+    return jax.device_put(new, old.sharding if chosen else None)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several tests share: the bits of a module's state, and NumPy oracles."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -104,3 +105,23 @@ def statistics(module: Any) -> tuple[Any, Any, Any]:
     """Mean, M2 and count in full precision, as lists."""
     d = module.to_dict()
     return np.asarray(d["mean"]).tolist(), np.asarray(d["M2"]).tolist(), d["count"]
+
+
+COMPILED: list[str] = []
+
+
+def _on_event(event: str, duration_secs: float, **kwargs: Any) -> None:
+    del duration_secs
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(str(kwargs.get("fun_name", "")))
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_event)
+
+
+@contextlib.contextmanager
+def programs() -> Iterator[list[str]]:
+    """Names of the programs that are compiled inside, eager operations among them."""
+    start, names = len(COMPILED), []
+    yield names
+    names += COMPILED[start:]

@@ -66,6 +66,20 @@ def test_float32_numbers_need_no_residual(x):
     assert bits(value) == bits(x) and not residual.any()
 
 
+@hypothesis.given(arrays(normal))
+def test_numpy_arrays_give_the_same_bits_on_the_host(x):
+    pair, expected = split(x), to_pair(x)
+    assert [type(side) for side in pair] == [np.ndarray] * 2
+    assert [bits(side + 0) for side in pair] == [bits(side + 0) for side in expected]
+    whole = join(*pair)
+    assert type(whole) is np.ndarray and whole.dtype == np.float64
+    np.testing.assert_array_equal(whole, to_double(*expected))
+    foreign = np.ones(N, np.float32)  # belongs to values of 2^23 and more
+    np.testing.assert_array_equal(
+        join(pair[0], foreign), to_double(expected[0], foreign)
+    )
+
+
 @hypothesis.given(arrays(wild))
 def test_split_after_join_changes_no_bit(x):
     pair = to_pair(x)

@@ -398,7 +398,8 @@ def test_without_residuals_digits_would_be_lost():
 
 
 def emitted(state: State, x: Any, skip: bool = True) -> Any:
-    return jax.vmap(lambda x: emit([x], *state, lead=1, skip=skip))(jnp.asarray(x))
+    running = state[0].moments
+    return jax.vmap(lambda x: emit([x], running, lead=1, skip=skip))(jnp.asarray(x))
 
 
 def fold_emitted(state: State, x: Any, rule: Rule = PLAIN) -> State:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from support import bits, statistics
+from support import bits, programs, statistics
 
 from nnx_norm import Normalizer, NormalizerStatistics, RewardNormalizer, place
 
@@ -99,3 +99,32 @@ def test_statistics_that_were_set_go_with_a_history_on_a_mesh():
         sharding = norm.mean.get_value().sharding
         norm.load_dict(norm.to_dict())
         assert norm.mean.get_value().sharding == sharding
+
+
+def test_reading_and_writing_statistics_compiles_nothing():
+    # Shapes that no other test has: what is compiled once isn't compiled again.
+    norm, other = (Normalizer({"a": (3, 17), "b": 19}) for _ in range(2))
+    with programs() as compiled:
+        norm.set_statistics(1 / 3, 0.7, 2**24 + 1)
+        other.load_dict(norm.to_dict())
+        assert other.count == norm.count == 2**24 + 1
+    assert compiled == []
+    assert bits(norm) == bits(other)
+
+
+def test_statistics_can_be_set_and_loaded_while_tracing():
+    d = {"mean": np.array([1 / 3]), "M2": np.array([2 / 7]), "count": 7, "skipped": 1}
+    expected, norm = Normalizer(1), Normalizer(1)
+    expected.load_dict(d)
+
+    @nnx.jit
+    def load(norm, count):
+        norm.load_dict(d)
+        norm.set_statistics(np.array([1 / 3]), np.array([2 / 49]), count)
+
+    load(norm, 7.0)
+    assert statistics(norm)[0] == statistics(expected)[0]
+    assert norm.to_dict()["M2"][0] == pytest.approx(2 / 7, rel=2.0**-48)
+    assert norm.count == 7 and norm.to_dict()["skipped"] == 1
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        nnx.jit(lambda norm: norm.count)(norm)
