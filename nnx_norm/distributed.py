@@ -75,6 +75,7 @@ def all_reduce_processes(batch: Moments) -> Moments:
       Moments of the union in float64 NumPy arrays, the same bits on every process.
 
     Raises:
+      TypeError: `batch` is something else, such as a normalizer.
       ValueError: Leaves differ in number or shape between processes; every process
         raises it, naming them.
 
@@ -89,7 +90,13 @@ def all_reduce_processes(batch: Moments) -> Moments:
     given, treedef = jax.tree_util.tree_flatten_with_path(batch)
     leaves = [leaf for _, leaf in given]
     shapes = [np.shape(leaf) for leaf in leaves]
-    refuse_unequal({f"moments{keystr(p)}": f"{np.shape(leaf)}" for p, leaf in given})
+    found = {f"moments{keystr(p)}": f"{np.shape(leaf)}" for p, leaf in given}
+    refuse_unequal({"type": type(batch).__name__} | found)
+    if not isinstance(batch, Moments):
+        raise TypeError(
+            f"all_reduce_processes got {type(batch).__name__}; expected Moments, those "
+            "of this process's samples, as moments.from_batch gives them."
+        )
     with double():
         flat = np.concatenate([np.asarray(v, np.float64).ravel() for v in leaves])
         # As pairs of 32-bit words: float64 arrays don't travel with x64 off.
@@ -124,7 +131,12 @@ def gather_processes(words: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(rows).reshape(jax.process_count(), -1)
 
 
-def refuse_unequal(found: dict[str, str]) -> None:
+ROLLOUTS = (
+    "Give every process the same tree and as many environments; mask what is too many."
+)
+
+
+def refuse_unequal(found: dict[str, str], *, hint: str = ROLLOUTS) -> None:
     """Raise on every process where processes are not about to do the same.
 
     Without it they would go on with arrays of different shapes: with other numbers on
@@ -132,6 +144,7 @@ def refuse_unequal(found: dict[str, str]) -> None:
 
     Args:
       found: What this process has, by name: for a leaf its shape.
+      hint: What to do, the last line of the message.
 
     Raises:
       ValueError: Another process has something else; names it, and who has what.
@@ -153,7 +166,7 @@ def refuse_unequal(found: dict[str, str]) -> None:
         int(head[0]): dict(json.loads(row.tobytes()))
         for head, row in zip(heads, texts, strict=True)
     }
-    raise ValueError(_disagreement(told))
+    raise ValueError(f"{_disagreement(told)}\n{hint}")
 
 
 def _disagreement(told: dict[int, dict[str, str]]) -> str:
@@ -168,10 +181,6 @@ def _disagreement(told: dict[int, dict[str, str]]) -> str:
             lines.append(f"  {name}: {', '.join(each)}")
     if len(lines) == 1:
         lines.append("  The leaves come in another order.")
-    lines.append(
-        "Give every process the same tree and as many environments; mask what is too "
-        "many."
-    )
     return "\n".join(lines)
 
 

@@ -51,8 +51,10 @@ from typing import Any
 from flax import nnx
 
 from nnx_norm import arguments
-from nnx_norm.ledger import listed, normalizers_in, store
+from nnx_norm.ledger import listed, normalizers_in, refuse_other_dict, store
 from nnx_norm.statistics import RunningStatistics
+
+PARTS = {"worker", "number", "after", "pending", "seen"}
 
 
 class Collector:
@@ -67,7 +69,6 @@ class Collector:
       pending: Increments that were taken and not acknowledged, oldest first: send all.
 
     Example:
-      >>> import numpy as np
       >>> import numpy as np
       >>> from nnx_norm import Normalizer
       >>> collector = Collector(Normalizer(1), worker=3)
@@ -163,14 +164,17 @@ class Collector:
           d: Its result, or what JSON made of it.
 
         Raises:
+          TypeError: It is something else.
           ValueError: It is another worker's, or doesn't fit; nothing has changed then.
         """
+        refuse_other_dict(d, PARTS, "Collector")
         if d["worker"] != self.worker:
             raise ValueError(
                 f"load_dict got worker {d['worker']}; expected {self.worker}."
             )
+        number, after = (arguments.size(d[key], key) for key in ("number", "after"))
         store(normalizers_in(self.seen), d["seen"])
-        self.number, self._after = int(d["number"]), int(d["after"])
+        self.number, self._after = number, after
         self.pending = tuple(d["pending"])
 
     def _forget(self) -> None:

@@ -104,12 +104,15 @@ class Ledger(nnx.Module):
                 f"merge got {increment!r:.80}; expected what Collector.take gave."
             )
         worker = increment["worker"]
-        if not increment["after"] <= self.last(worker) < increment["number"]:
+        number, after = (
+            arguments.size(increment[key], key) for key in ("number", "after")
+        )
+        if not after <= self.last(worker) < number:
             return False
         norms = normalizers_in(self.model)
         for path, statistics in parsed(norms, increment["statistics"]).items():
             norms[path]._merge(statistics)
-        self._write({worker: increment["number"]})
+        self._write({worker: number})
         return True
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,15 +131,18 @@ class Ledger(nnx.Module):
           d: Its result, or what JSON made of it.
 
         Raises:
+          TypeError: It is something else.
           ValueError: It doesn't fit; nothing has changed then.
         """
+        refuse_other_dict(d, {"merged", "statistics"}, "Ledger")
         workers = self.merged.get_value().shape[0]
         if len(d["merged"]) != workers:
             raise ValueError(
                 f"load_dict got {len(d['merged'])} workers; expected {workers}."
             )
+        numbers = [arguments.size(number, "merged") for number in d["merged"]]
         store(normalizers_in(self.model), d["statistics"])
-        self._write(dict(enumerate(d["merged"])))
+        self._write(dict(enumerate(numbers)))
 
     def _index(self, worker: Any) -> int:
         workers = self.merged.get_value().shape[0]
@@ -151,6 +157,25 @@ class Ledger(nnx.Module):
             value = int(np.float32(number))
             new[worker] = value, number - value
         self.merged.set_value(placed_like(jnp.asarray(new), old))
+
+
+def refuse_other_dict(d: Any, keys: set[str], name: str) -> None:
+    """Raise for what `to_dict` of a class didn't give.
+
+    Args:
+      d: What was passed.
+      keys: Keys that it must have.
+      name: Name of the class.
+
+    Raises:
+      TypeError: It is no mapping, or lacks a key.
+    """
+    missing = keys - set(d.keys()) if is_mapping(d) else keys
+    if missing:
+        raise TypeError(
+            f"load_dict got {d!r:.80} without {sorted(missing)}; expected what "
+            f"{name}.to_dict gave."
+        )
 
 
 def normalizers_in(model: nnx.Module) -> dict[str, RunningStatistics]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,12 +16,14 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
+from nnx_norm.distributed import refuse_unequal
 from nnx_norm.returns import RunningReturn
 from nnx_norm.statistics import NormalizerStatistics
 
 Model = TypeVar("Model", bound=nnx.Module)
 Axes = str | tuple[str, ...] | None
 Shape = tuple[int, ...]
+Found = tuple[tuple[Any, ...], nnx.Variable, int]
 
 
 def place(
@@ -37,9 +40,9 @@ def place(
     back from every update as they went in. The names are those of the history's
     sharding: one `P(None, "data", "model")` asks for `environments="data"` and
     `features="model"`. Call it outside jit, again after statistics came from elsewhere
-    (a port's state dict, a restore onto other devices). Under several processes every
-    one calls it, with the same values, and needs no other. Parameters and what else is
-    in the model stay where they are.
+    (a port's state dict, a restore onto other devices). On a mesh over several
+    processes every process calls it, and all refuse where their values differ.
+    Parameters and what else is in the model stay where they are.
 
     Args:
       model: Any module with normalizers (ports, rewards) in it, or the abstract one of
@@ -57,8 +60,8 @@ def place(
 
     Raises:
       TypeError: `mesh` is none, or this is inside a jit.
-      ValueError: The mesh has no such axis, or it doesn't divide the environments.
-        Nothing has changed then.
+      ValueError: The mesh has no such axis, or it doesn't divide the environments, or
+        processes differ. Nothing has changed then.
 
     Example:
       >>> import jax.numpy as jnp
@@ -80,22 +83,24 @@ def place(
     spec = PartitionSpec(features) if isinstance(features, str) else features
     axes = () if spec is None else tuple(spec)
     _refuse_unknown(mesh, environments=environments, features=axes)
+    found = list(_variables(model))
+    if len({device.process_index for device in mesh.devices.flat}) > 1:
+        _refuse_other_values(found)
+    # Other kinds, such as a ledger's numbers, have neither features nor environments.
     chosen = {
         NormalizerStatistics: partial(_split_features, mesh, axes),
         RunningReturn: partial(_split_environments, mesh, environments),
     }
     moved = [
-        (variable, _on(mesh, variable, path, members, chosen))
-        for path, variable, members in _variables(model)
+        (variable, _on(mesh, variable, path, members, chosen.get(type(variable))))
+        for path, variable, members in found
     ]
     for variable, value in moved:
         variable.set_value(value)
     return model
 
 
-def _variables(
-    model: nnx.Module,
-) -> Iterator[tuple[tuple[Any, ...], nnx.Variable, int]]:
+def _variables(model: nnx.Module) -> Iterator[Found]:
     """Statistics and running returns, with paths and the number of member axes."""
     nodes = list(nnx.iter_graph(model))
     owners = {path: node for path, node in nodes if isinstance(node, nnx.Module)}
@@ -113,21 +118,51 @@ def _on(
     variable: nnx.Variable,
     path: tuple[Any, ...],
     members: int,
-    chosen: dict[type, Callable[[Shape, str], tuple[Any, ...]]],
+    split: Callable[[Shape, str], tuple[Any, ...]] | None,
 ) -> Any:
-    """The value of one Variable with every leaf on the mesh."""
-    kind = RunningReturn if isinstance(variable, RunningReturn) else None
-    split = chosen[kind or NormalizerStatistics]
+    """The value of one Variable with every leaf on the mesh, whole without `split`."""
 
     def move(keys: Any, leaf: Any) -> Any:
-        name = ".".join(map(str, path)) + keystr(keys)
+        name = _named(path, keys)
         if isinstance(leaf, Tracer):
             raise TypeError(f"place got a traced {name}; call it outside jit.")
-        entries = (None,) * members + split(tuple(leaf.shape[members:]), name)
+        entries = (None,) * members
+        entries += split(tuple(leaf.shape[members:]), name) if split else ()
         spec = _as_jax_writes(mesh, entries, len(leaf.shape))
         return _moved(leaf, NamedSharding(mesh, spec))
 
     return jax.tree_util.tree_map_with_path(move, variable.get_value())
+
+
+def _named(path: tuple[Any, ...], keys: Any) -> str:
+    """What a leaf of a Variable is called in messages."""
+    return ".".join(map(str, path)) + keystr(keys)
+
+
+def _refuse_other_values(
+    found: list[tuple[tuple[Any, ...], nnx.Variable, int]],
+) -> None:
+    """Raise on every process where one has other statistics: they would stay apart."""
+    told = {}
+    for path, variable, _ in found:
+        leaves = jax.tree_util.tree_leaves_with_path(variable.get_value())
+        for keys, leaf in leaves:
+            what = f"{leaf.dtype} {tuple(leaf.shape)}"
+            if isinstance(leaf, (np.ndarray, jax.Array)) and _is_here(leaf):
+                bits = np.asarray(leaf).tobytes()
+                what += f" of digest {hashlib.blake2b(bits, digest_size=6).hexdigest()}"
+            told[_named(path, keys)] = what
+    refuse_unequal(
+        told,
+        hint="Start or restore every process alike, or send one's statistics to the "
+        "others (to_dict, load_dict).",
+    )
+
+
+def _is_here(leaf: Any) -> bool:
+    """Whether a leaf is concrete, and this process has all of it."""
+    traced = isinstance(leaf, Tracer)
+    return not traced and (isinstance(leaf, np.ndarray) or leaf.is_fully_addressable)
 
 
 def _as_jax_writes(mesh: Mesh, entries: tuple[Any, ...], ndim: int) -> PartitionSpec:

@@ -45,7 +45,7 @@ def global_arrays(
       samples of process 0 first if the mesh has its devices first.
 
     Raises:
-      TypeError: A leaf holds no numbers.
+      TypeError: A leaf holds no numbers, or `placement` is something else.
       ValueError: Processes differ, or the sharding doesn't fit. It is raised on every
         process, and names leaf and shapes.
 
@@ -55,11 +55,19 @@ def global_arrays(
       >>> history["goal"].shape, history["goal"].sharding.spec[1]
       ((5, 16, 3), 'devices')
     """
-    sharding = _split(placement, axis) if isinstance(placement, Mesh) else placement
+    sharding: Any = (
+        _split(placement, axis) if isinstance(placement, Mesh) else placement
+    )
     given, treedef = tree_flatten_with_path(local)
     found = {f"local{keystr(path)}": _told(leaf) for path, leaf in given}
-    where = f"{sharding.spec} over {dict(sharding.mesh.shape)}"
-    refuse_unequal(found | {"placement": where})
+    fits = isinstance(sharding, NamedSharding)
+    where = f"{sharding.spec} over {dict(sharding.mesh.shape)}" if fits else sharding
+    refuse_unequal(found | {"placement": str(where)})
+    if not fits:
+        raise TypeError(
+            f"placement is {placement!r}; expected a Mesh over the devices of all "
+            "processes, or a NamedSharding(mesh, spec)."
+        )
     leaves = [leaf for _, leaf in given]
     for name, leaf in zip(found, leaves, strict=True):
         _refuse(leaf, name, len(sharding.spec))
@@ -73,8 +81,9 @@ def local_arrays(tree: PyTree) -> PyTree:
     """This process's part of global arrays: the way back from `global_arrays`.
 
     For a state, to go on without the other processes: what is replicated, such as
-    statistics after an update, comes whole, on one device. Write it back with
-    `nnx.update(model, local_arrays(nnx.state(model)))`.
+    statistics after an update, comes whole, and what is split over environments, such
+    as running returns, for this process's. All of it lies on this process's devices of
+    the mesh. Write it back with `nnx.update(model, local_arrays(nnx.state(model)))`.
 
     Args:
       tree: Tree of arrays, global or not.
@@ -83,7 +92,7 @@ def local_arrays(tree: PyTree) -> PyTree:
       The tree; leaves that this process holds alone are returned as they are.
 
     Raises:
-      ValueError: A leaf is split over processes in another way than by a
+      ValueError: A leaf lies on several processes in another way than by a
         `NamedSharding`.
 
     Example:
@@ -94,8 +103,6 @@ def local_arrays(tree: PyTree) -> PyTree:
     def own(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
             return leaf
-        if leaf.is_fully_replicated:
-            return leaf.addressable_data(0)
         sharding = leaf.sharding
         mesh = getattr(sharding, "mesh", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(mesh, Mesh):

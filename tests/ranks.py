@@ -18,6 +18,7 @@ from nnx_norm import (
     Normalizer,
     NormalizerStatistics,
     RewardNormalizer,
+    check_statistics,
     distributed,
     moments,
 )
@@ -91,6 +92,7 @@ def everything(rank: int, size: int, end: str) -> None:
     tell("back", all(np.array_equal(a, b) for a, b in pairs))
     norm = updates(mesh, whole)
     forward(norm, mine[0]["history"])
+    alone(rank, size, mesh, mine[0])
     tell("moments", listed(united(mine)))
     refusals(rank, mesh, mine[0])
     leave(rank, mesh, whole[0]["history"], end)
@@ -128,6 +130,21 @@ def forward(norm: Normalizer, history: Any) -> None:
     tell("local", all(leaf.is_fully_addressable for leaf in jax.tree.leaves(ys[1])))
 
 
+def alone(rank: int, size: int, mesh: Mesh, mine: dict[str, Any]) -> None:
+    """A process that goes on without the others, with returns that were split."""
+    rewards = place(RewardNormalizer(0.9, num_envs=B), mesh, environments="d")
+    nnx.jit(RewardNormalizer.update)(
+        rewards, *(global_arrays(mine[k], mesh) for k in ("rewards", "ends"))
+    )
+    check_statistics(rewards)  # of returns this process has a part
+    own = RewardNormalizer(0.9, num_envs=B // size)
+    nnx.update(own, local_arrays(nnx.state(rewards)))
+    check_statistics(own)
+    returns = np.asarray(own.running_return.get_value()).tolist()
+    own.update(mine["rewards"], mine["ends"])
+    tell("alone", [own.count, returns])
+
+
 def united(mine: list[dict[str, Any]]) -> Normalizer:
     """Moments united outside jit, from histories that stay where they are."""
     norm = Normalizer(SHAPE)
@@ -146,6 +163,7 @@ def refusals(rank: int, mesh: Mesh, mine: dict[str, Any]) -> None:
     fewer = jax.tree.map(lambda v: v[:, 1:], x)
     ints = {**x, "b": x["b"].astype(np.int32)}
     text = {**x, "b": "text"}
+    spec: Any = P()
     calls: dict[str, Callable[[], Any]] = {
         "shape": lambda: global_arrays(fewer if odd else x, mesh),
         "structure": lambda: global_arrays({"a": x["a"]} if odd else x, mesh),
@@ -155,12 +173,25 @@ def refusals(rank: int, mesh: Mesh, mine: dict[str, Any]) -> None:
         "moments": lambda: distributed.all_reduce_processes(
             moments.zeros(2 if odd else 3)
         ),
+        "kind": lambda: distributed.all_reduce_processes(
+            Normalizer(2)  # pyright: ignore[reportArgumentType]
+        ),
+        "placement": lambda: global_arrays(x, spec if odd else mesh),
+        "no placement": lambda: global_arrays(x, spec),
+        "values": lambda: place(Normalizer(1, initial_std=2.0 + odd), mesh),
+        "other values": lambda: place(set_to(3.0 + odd), mesh),
         "replicated": lambda: global_arrays(x, NamedSharding(mesh, P())),
         "indivisible": lambda: global_arrays(np.ones((2, 3, 3)), mesh),
         "no axis": lambda: global_arrays({"a": np.ones(3)}, mesh),
         "global": lambda: global_arrays(global_arrays(x, mesh), mesh),
     }
     tell("refusals", {name: refusal(call) for name, call in calls.items()})
+
+
+def set_to(mean: float) -> Normalizer:
+    norm = Normalizer(2)
+    norm.set_statistics(mean, 1.0, 7)
+    return norm
 
 
 def leave(rank: int, mesh: Mesh, history: Any, end: str) -> None:

@@ -12,7 +12,14 @@ import pytest
 from flax import nnx
 from support import bits, statistics
 
-from nnx_norm import Collector, Ledger, Normalizer, NormalizerStatistics, Sequential
+from nnx_norm import (
+    Collector,
+    Ledger,
+    Normalizer,
+    NormalizerStatistics,
+    Sequential,
+    place,
+)
 
 
 def increments(number: int, worker: int = 0) -> list[dict[str, Any]]:
@@ -69,6 +76,9 @@ def test_a_refused_increment_changes_nothing():
         ({"statistics": torn}, ValueError, r"'M2' has shape|M2 has shape \(1,\)"),
         ({"worker": 1}, ValueError, "worker is 1; expected one below 1"),
         ({"worker": "a"}, TypeError, "worker is 'a'; expected an int"),
+        ({"number": 1.5}, TypeError, "number is 1.5; expected an int"),
+        ({"after": None}, TypeError, "after is None; expected an int"),
+        ({"after": -1}, ValueError, "after is -1; expected an int >= 0"),
     ):
         with pytest.raises(error, match=words):
             ledger.merge({**good, **change})
@@ -108,7 +118,23 @@ def test_loading_refuses_other_workers_and_models():
         ledger.load_dict(Ledger(Normalizer(1), 3).to_dict())
     with pytest.raises(ValueError, match="need the same model"):
         ledger.load_dict(Ledger(Sequential([Normalizer(1)]), 2).to_dict())
+    with pytest.raises(TypeError, match="merged is 'a'; expected an int"):
+        ledger.load_dict(ledger.to_dict() | {"merged": [1, "a"]})
+    collector = Collector(Normalizer(1), 0)
+    loads = {"Ledger": ledger.load_dict, "Collector": collector.load_dict}
+    others: list[Any] = [{}, 3, {"merged": [1, 2]}, Normalizer(1).to_dict()]
+    for name, load in loads.items():
+        for other in others:
+            with pytest.raises(TypeError, match=f"expected what {name}.to_dict gave"):
+                load(other)
     assert bits(ledger) == before
+
+
+def test_numbers_are_never_split_like_features():
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    ledger = place(Ledger(Normalizer(4), 4), mesh, features="d")
+    assert ledger.merged.get_value().sharding.is_fully_replicated
+    assert not ledger.model.mean.get_value().sharding.is_fully_replicated
 
 
 def test_numbers_stay_where_they_were_placed():

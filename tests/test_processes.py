@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real processes over gloo on this machine, and the same calls in one process."""
 
+import hashlib
 import signal
 from typing import Any
 
@@ -39,6 +40,7 @@ def test_processes_are_one_until_one_leaves(size: int, devices: int, end: str):
     for rank, results in enumerate(told):
         assert results["shape"] == [T, B, 3] and results["back"], log
         inputs_are_local(results, rank, size)
+        one_goes_on_alone(results, rank, size)
         refuses_as_all_do(results["refusals"], size)
     statistics_are_those_of_one_process(told)
     survivors_end_by_themselves(ranks, told, end)
@@ -97,17 +99,41 @@ def refuses_as_all_do(refusals: dict[str, Any], size: int) -> None:
         "type": f"local['b']: float32 (4, {each}) on {others}, str on process 1",
         "axis": f"placement: P(None, 'd') over {{'d': 4}} on {others}, P('d',) over",
         "moments": f"moments.mean: (3,) on {others}, (2,) on process 1",
+        "kind": "TypeError: all_reduce_processes got Normalizer; expected Moments",
+        "placement": "placement: P(None, 'd') over {'d': 4} on "
+        f"{others}, {P()} on process 1",
+        "no placement": f"TypeError: placement is {P()!r}; expected a Mesh",
+        "other values": f"mean: float32 (2,) of digest {digest(3.0)} on {others}, "
+        f"float32 (2,) of digest {digest(4.0)} on process 1\nStart or restore every",
         "replicated": f"local['a'] of shape (4, {each}, 3) becomes one of shape (4, ",
         "indivisible": "local has shape (2, 3, 3), which P(None, 'd') over {'d': 4}",
         "no axis": "local['a'] has shape (3,); expected 2 axes or more",
         "global": "local['a'] is an array that is global already, float32 (4, 8, 3)",
     }
+    assert refusals.pop("values")[0] == "accepted"  # a setting is no statistic
     if size == 4:  # a device for each: nothing to divide
         assert refusals.pop("indivisible")[0] == "accepted"
         del words["indivisible"]
     assert refusals.keys() == words.keys()
     for name, (told, seconds) in refusals.items():
         assert words[name] in told and seconds < 10
+
+
+def digest(mean: float) -> str:
+    bits = np.full(2, mean, np.float32).tobytes()
+    return hashlib.blake2b(bits, digest_size=6).hexdigest()
+
+
+def one_goes_on_alone(results: dict[str, Any], rank: int, size: int) -> None:
+    """With the statistics of all, and the running returns of its environments."""
+    rewards, data = RewardNormalizer(0.9, num_envs=B), rollout(0)
+    rewards.update(data["rewards"], data["ends"])
+    count, returns = results["alone"]
+    right = rewards.running_return.get_value()
+    np.testing.assert_allclose(
+        returns, part(np.asarray(right)[None], rank, size)[0], rtol=1e-6
+    )
+    assert count == T * B + T * B // size
 
 
 def survivors_end_by_themselves(ranks: list[Rank], told: Any, end: str) -> None:
@@ -179,6 +205,12 @@ def test_what_cannot_be_split_is_refused_by_name(mesh, leaf, error, words):
         global_arrays({"x": leaf}, mesh)
 
 
+@pytest.mark.parametrize("placement", [None, P("d"), "d"])
+def test_what_is_no_placement_is_refused(placement):
+    with pytest.raises(TypeError, match="placement is .*; expected a Mesh over"):
+        global_arrays(np.ones((2, 8)), placement)
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_one_process_keeps_its_moments(count):
     batch = moments.from_batch(np.arange(2.0 * count).reshape(count, 2))
@@ -201,4 +233,4 @@ def test_processes_tell_apart_trees_of_another_order():
     assert "The leaves come in another order" in distributed._disagreement(told)
     told[1]["a"] = "(1,)"
     found = distributed._disagreement(told)
-    assert "  a: () on process 0, (1,) on process 1\n" in found and "order" not in found
+    assert "  a: () on process 0, (1,) on process 1" in found and "order" not in found
