@@ -37,10 +37,20 @@ def test_the_ends_of_int32_do_not_wrap(x):
     assert d.tolist() == [np.float32(x)]
 
 
-@hypothesis.given(st.integers(-5000, 5000), st.floats(-100, 100, width=32))
+@hypothesis.given(st.integers(-4095, 4095), st.floats(-100, 100, width=32))
 def test_small_integers_are_as_exact_as_one_rounding(x, shift):
     d = deviation(jnp.asarray([x], jnp.int32), jnp.float32(shift))
     assert d.tolist() == [np.float32(x - np.float64(np.float32(shift)))]
+
+
+@hypothesis.given(
+    st.integers(-(2**31), 2**31 - 1), st.floats(-(2.0**31), 2.0**31, width=32)
+)
+@hypothesis.example(-4098, -1.327502965927124)  # one rounding gives another number
+def test_any_integer_is_as_exact_as_two_roundings(x, shift):
+    d = deviation(jnp.asarray([x], jnp.int32), jnp.float32(shift))
+    largest = np.float32(max(abs(x - shift), abs(x - x % 4096 - shift), 4096))
+    assert abs(float(d[0]) - (x - shift)) <= np.spacing(largest)
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=lambda d: jnp.dtype(d).name)
