@@ -20,8 +20,8 @@ from nnx_norm.statistics import RunningStatistics
 
 PyTree = Any
 
-SETTINGS = ("epsilon", "initial_std", "clip", "axis_name", "max_count", "decay")
-SETTINGS += ("nonfinite", "emit")
+SET = ("epsilon", "initial_std", "nonfinite", "emit")
+MAY_BE_UNSET = ("clip", "axis_name", "max_count", "decay")
 
 
 class Normalizer(RunningStatistics, StatefulModule):
@@ -247,7 +247,7 @@ class Normalizer(RunningStatistics, StatefulModule):
         return fold.Rule(skip, self.axis_name, self.decay, self.max_count)
 
     def _settings(self) -> dict[str, Any]:
-        settings = {name: getattr(self, name) for name in SETTINGS}
+        settings = {name: getattr(self, name) for name in (*SET, *MAY_BE_UNSET)}
         shape = serialization.shape_to_json(self.spec)
         return settings | {"exclude": self.spec.excluded_names, "shape": shape}
 
@@ -271,9 +271,7 @@ class Normalizer(RunningStatistics, StatefulModule):
           >>> Normalizer.from_dict(norm.to_dict()).clip
           5.0
         """
-        settings = serialization.settings(d, (*SETTINGS, "exclude", "shape"))
-        if "initial_std" not in settings:
-            raise ValueError("initial_std is missing: no dict of Normalizer.to_dict.")
+        settings = serialization.settings(d, SET, (*MAY_BE_UNSET, "exclude"))
         new = cls(serialization.shape_from_json(settings.pop("shape")), **settings)
         new._add_members(np.shape(d["count"]) if "count" in d else ())
         new.load_dict(d)

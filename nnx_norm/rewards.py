@@ -19,7 +19,8 @@ from nnx_norm.statistics import RunningStatistics
 
 PyTree = Any
 
-SETTINGS = ("gamma", "epsilon", "clip", "axis_name", "nonfinite")
+SET = ("gamma", "epsilon", "nonfinite")
+MAY_BE_UNSET = ("clip", "axis_name")
 
 
 class RewardNormalizer(RunningStatistics):
@@ -206,7 +207,7 @@ class RewardNormalizer(RunningStatistics):
         return ReturnStd(self.epsilon)
 
     def _settings(self) -> dict[str, Any]:
-        settings = {name: getattr(self, name) for name in SETTINGS}
+        settings = {name: getattr(self, name) for name in (*SET, *MAY_BE_UNSET)}
         leaves = jax.tree.leaves(self.running_return.get_value())
         axis = self.counter.get_value().ndim  # behind the members of a population
         num_envs = leaves[0].shape[axis] if leaves else None
@@ -234,12 +235,7 @@ class RewardNormalizer(RunningStatistics):
           >>> again.gamma, again.clip, again.running_return.get_value().shape
           (0.99, 5.0, (4,))
         """
-        settings = serialization.settings(d, (*SETTINGS, "num_envs", "shape"))
-        if "gamma" not in settings:
-            raise ValueError(
-                "gamma is missing: no dict of RewardNormalizer.to_dict. Use from_dict "
-                "of the class that gave it."
-            )
+        settings = serialization.settings(d, SET, (*MAY_BE_UNSET, "num_envs"))
         shape = serialization.shape_from_json(settings.pop("shape"))
         new = cls(settings.pop("gamma"), shape=shape, **settings)
         new._add_members(np.shape(d["count"]) if "count" in d else ())

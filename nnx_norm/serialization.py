@@ -85,7 +85,8 @@ def load_dict(
 
     Raises:
       TypeError: It is no mapping.
-      ValueError: Something is missing, too many, or of another shape.
+      ValueError: Something is missing, too many, or of another shape, or M2 and
+        variance contradict each other.
     """
     if not is_mapping(d):
         raise TypeError(f"load_dict got {type(d).__name__}; expected to_dict's result.")
@@ -103,12 +104,31 @@ def load_dict(
     )
     leaves = partial(_leaves, spec, d, finite=finite)
     mean = leaves("mean", like.mean)
-    if "M2" in d or any(k.startswith("M2/") for k in d) or not spec.kept:
-        M2 = leaves("M2", like.M2, minimum=0.0)
-    else:  # other libraries store the variance
+    from_variance: list[Any] = []
+    if _is_in(d, "variance") or not _is_in(d, "M2"):
         variances = leaves("variance", like.M2, minimum=0.0)
-        M2 = [v * align_leading(count, v) for v in variances]
+        from_variance = [v * align_leading(count, v) for v in variances]
+    if not _is_in(d, "M2"):  # other libraries store the variance
+        return Statistics(mean, from_variance, count, skipped)
+    M2 = leaves("M2", like.M2, minimum=0.0)
+    if from_variance and np.all(count > 0):
+        _refuse_unlike(spec, M2, from_variance)
     return Statistics(mean, M2, count, skipped)
+
+
+def _is_in(d: dict[str, Any], name: str) -> bool:
+    return any(key.split("/")[0] == name for key in d)
+
+
+def _refuse_unlike(spec: Spec, M2: Sequence[Any], from_variance: Sequence[Any]) -> None:
+    """Raise where M2 and the variance, times the count, say different things."""
+    for i, a, b in zip(spec.kept, M2, from_variance, strict=True):
+        if not np.allclose(a, b, rtol=1e-6, atol=0.0, equal_nan=True):
+            key = _key("variance", spec, i)
+            raise ValueError(
+                f"{key!r} contradicts {_key('M2', spec, i)!r}, which is the variance "
+                "times the count. Leave one of them out."
+            )
 
 
 def _leaves(
@@ -186,21 +206,26 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def settings(d: Any, names: Sequence[str]) -> dict[str, Any]:
+def settings(
+    d: Any, required: Sequence[str], optional: Sequence[str]
+) -> dict[str, Any]:
     """The settings in a dict that `to_dict` gave, as arguments of a constructor.
 
     Args:
       d: Nested or flat dict, or an open `.npz` file.
-      names: Their names; those left out are unset.
+      required: Names of those that are always set.
+      optional: Names of those that may be unset, which a flat dict leaves out.
 
     Returns:
       Python values by name.
 
     Raises:
-      ValueError: There is no `shape`.
+      TypeError: It is no mapping.
+      ValueError: `shape` or a required one is missing.
     """
     if not is_mapping(d):
         raise TypeError(f"from_dict got {type(d).__name__}; expected to_dict's result.")
+    names = (*required, *optional, "shape")
     found = {k: d[k] for k in names if k in d.keys()}
     found |= {k: v.tolist() for k, v in found.items() if hasattr(v, "tolist")}
     if found.get("shape") is None:
@@ -208,6 +233,11 @@ def settings(d: Any, names: Sequence[str]) -> dict[str, Any]:
             "shape is missing: this is no dict of Normalizer.to_dict, or one of a tree "
             "with dataclasses, named tuples or keys that are no str. Make a Normalizer "
             "for it and load_dict."
+        )
+    if missing := [name for name in required if found.get(name) is None]:
+        raise ValueError(
+            f"{', '.join(missing)} missing: no dict of this class's to_dict. Use "
+            "from_dict of the class that gave it."
         )
     return {k: v for k, v in found.items() if v is not None}
 

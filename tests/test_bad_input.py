@@ -615,13 +615,13 @@ SETTERS = {
         "reward",
         lambda m: Normalizer.from_dict(m.to_dict()),
         V,
-        "initial_std is missing",
+        "initial_std, emit missing",
     ),
     "build rewards of inputs": bad(
         "one",
         lambda m: RewardNormalizer.from_dict(m.to_dict()),
         V,
-        "gamma is missing",
+        "gamma missing",
         "from_dict of the class",
     ),
     "build rewards of a setting": bad(

@@ -336,6 +336,29 @@ def test_load_dict_takes_a_variance_for_an_m2_and_no_skipped():
     assert d["skipped"] == 0
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_variance_that_was_edited_is_not_passed_over(flat):
+    norm = Normalizer({"a": 2})
+    norm.set_statistics(1.0, 4.0, 10)
+    d = norm.to_dict(flat=flat)
+    d |= {"variance/a": np.full(2, 5.0)} if flat else {"variance": {"a": [4.0, 5.0]}}
+    before = bits(norm)
+    with pytest.raises(ValueError, match="'variance/a' contradicts 'M2/a'"):
+        norm.load_dict(d)
+    assert bits(norm) == before
+    norm.load_dict({k: v for k, v in d.items() if k.split("/")[0] != "M2"})
+    assert norm.variance["a"].tolist() == ([5.0, 5.0] if flat else [4.0, 5.0])
+
+
+@pytest.mark.parametrize("name", ["epsilon", "initial_std", "nonfinite", "emit"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_from_dict_invents_no_setting(name, flat):
+    d = Normalizer(2, clip=5.0).to_dict(flat=flat)
+    for gone in ({k: v for k, v in d.items() if k != name}, {**d, name: None}):
+        with pytest.raises(ValueError, match=f"{name} missing: no dict of this class"):
+            Normalizer.from_dict(gone)
+
+
 def test_from_dict_refuses_what_to_dict_did_not_give():
     with pytest.raises(ValueError, match="shape is missing"):
         Normalizer.from_dict(without("shape"))
