@@ -2,6 +2,7 @@
 """Laws of the step: float64-grade statistics of any stream, however it is cut."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -512,3 +513,23 @@ def test_equal_shapes_are_traced_once():
     for x in STREAMS["jumps"][:4]:  # the careful read comes and goes
         state = fold(state, jnp.asarray(x))
     assert len(traces) == 1
+
+
+# A jump early in a run.
+
+
+@pytest.mark.parametrize("rows", [(4, 6), (2, 30), (7, 8)])
+def test_a_jump_leaves_the_mean_within_its_bound(rows):
+    """A shift off the grid of far samples rounds all their deviations the same way."""
+    fold = partial(fold_inputs, mask=None, weights=None, lead=1, rule=PLAIN)
+    worst = 0.0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        state, parts = empty(F), []
+        for at, n in zip((0, -1e4), rows, strict=True):
+            parts.append(rng.normal(at, 1.0, (n, F)).astype(np.float32))
+            state = fold(*state, [jnp.asarray(parts[-1])])
+        every = np.concatenate(parts).astype(np.float64)
+        error = np.abs(numbers(state).mean - every.mean(0)) / every.std(0)
+        worst = max(worst, error.max())
+    assert worst <= 1e-7

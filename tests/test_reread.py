@@ -93,12 +93,13 @@ def check(s: BatchSums, leaves: Any, counted: Counted, tolerance: float) -> None
 # When it comes.
 
 
-@pytest.mark.parametrize("near", [0.0, 0.5, -0.5], ids=str)
+@pytest.mark.parametrize("near", [0.0, 0.45, -0.45, 0.55, -0.55], ids=str)
 @pytest.mark.parametrize("std", [1e-8, 1.0, 1e8])
-def test_a_shift_within_a_standard_deviation_is_good_enough(std, near):
-    shift = np.full(F, near * std, np.float32)
-    s = read([normals(0, 0.0, std)], shift=[jnp.asarray(shift)])
-    assert not read_again(s, shift)
+def test_a_shift_within_half_a_standard_deviation_is_good_enough(std, near):
+    x = normals(0, 0.0, std)
+    mean, spread = (v(x.astype(np.float64), axis=(0, 1)) for v in (np.mean, np.std))
+    shift = (mean + near * spread).astype(np.float32)
+    assert read_again(read([x], shift=[jnp.asarray(shift)]), shift) == (abs(near) > 0.5)
 
 
 @pytest.mark.parametrize("times", [2.0, 10.0, 1e4, 1e6])
@@ -117,14 +118,14 @@ def test_one_feature_in_need_is_enough():
     check(s, [other, x], expected([other, x], None, None, False), 1e-6)
 
 
-@pytest.mark.parametrize("prior", [1, 1e3, 1e9])
+@pytest.mark.parametrize("prior", [1, 100, 150, 1e3, 1e9])
 def test_a_jump_that_the_merge_adds_to_M2_needs_no_second_read(prior):
     """n rows at distance d of N others add d^2 nN/(n+N), whose digits are enough."""
     x, zero = normals(4, 1e4), np.zeros(F, np.float32)
     alone = T * B / (T * B + prior)  # share of the squares that cancels in the merge
     for local in (True, False):
         s = read([x], shift=[jnp.asarray(zero)], prior=prior, local=local)
-        assert read_again(s, zero) == (alone > 0.6)
+        assert read_again(s, zero) == (alone > 0.2)
 
 
 def test_lost_digits_are_worth_the_second_read():
