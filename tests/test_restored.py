@@ -285,6 +285,20 @@ def test_statistics_cast_by_a_template_are_not_read(name, tmp_path):
         check_statistics(before)
 
 
+def test_a_pure_dict_comes_back_without_a_template(tmp_path):
+    saved = Agent()
+    saved.goals.update_statistics({"goal": {"id": jnp.arange(6.0).reshape(2, 3)}})
+    saved.reward.update(jnp.ones((3, 4)), jnp.zeros((3, 4), bool))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.to_pure_dict(nnx.state(saved)))
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state")
+    again = Agent()
+    nnx.update(again, nnx.restore_int_paths(restored))
+    check_statistics(again)
+    assert bits(again) == bits(saved)
+
+
 def test_a_partial_restore_leaves_what_is_told_of(tmp_path):
     norm = Normalizer(2)
     norm.update_statistics(jnp.arange(8.0).reshape(2, 2, 2))
