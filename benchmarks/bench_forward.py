@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed of the forward pass [4096, 128] against the least that it can do.
 
+All but `without a module` are modules whose state goes split into a `jax.jit`.
+
 python -m benchmarks.bench_forward [--quick] [--json PATH] [--markdown PATH]
 """
 

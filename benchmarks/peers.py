@@ -134,11 +134,33 @@ def _module_forward(module: nnx.Module, x: jax.Array) -> Call:
     return lambda: forward(state, x)
 
 
+def _split_forward(module: Any, x: jax.Array) -> Call:
+    graphdef, state = nnx.split(module)
+    forward = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))
+    return lambda: forward(state, x)
+
+
 def ready_forward(x: jax.Array) -> Call:
     """The least that any forward does: mean and reciprocal std are ready."""
     mean, scale = x.mean(0), 1 / x.std(0)
     forward = jax.jit(lambda mean, scale, x: (x - mean) * scale)
     return lambda: forward(mean, scale, x)
+
+
+class Ready(nnx.Module):
+    """A layer with mean and reciprocal std ready, the least that one can do."""
+
+    def __init__(self, x: jax.Array):
+        self.mean, self.scale = nnx.Variable(x.mean(0)), nnx.Variable(1 / x.std(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`(x - m) * s`."""
+        return (x - self.mean.get_value()) * self.scale.get_value()
+
+
+def ready_layer_forward(x: jax.Array) -> Call:
+    """The same as a module, whose state goes into the jit as those of the others do."""
+    return _split_forward(Ready(x), x)
 
 
 def nnx_norm_forward(x: jax.Array) -> Call:
@@ -161,13 +183,12 @@ def brax_forward(x: jax.Array) -> Call:
 
 def flax_batch_norm_forward(x: jax.Array) -> Call:
     module = nnx.BatchNorm(x.shape[-1], rngs=nnx.Rngs(0), use_running_average=True)
-    graphdef, state = nnx.split(module)
-    forward = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))
-    return lambda: forward(state, x)
+    return _split_forward(module, x)
 
 
 FORWARDS: dict[str, Callable[[jax.Array], Call]] = {
-    "(x - m) * s": ready_forward,
+    "(x - m) * s": ready_layer_forward,
+    "without a module": ready_forward,
     "nnx_norm": nnx_norm_forward,
     "nnx-ppo": nnx_ppo_forward,
     "brax": brax_forward,
