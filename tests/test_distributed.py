@@ -53,15 +53,24 @@ def exact(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
 def check(m: Moments, x: np.ndarray, tolerance: float = 1e-6) -> None:
     """Every device (leading axis) has the moments of the whole, bit for bit alike."""
     mean, M2, count = exact(x)
-    for v in jax.tree.leaves(m):
-        same = np.asarray(v).view(np.uint32)
-        assert np.all(same == same[:1])
+    refuse_different(m)
     assert np.all(m.count == count)
     spread = np.sqrt(M2 / count)
     rounded = 8 * 2.0**-24 * np.abs(mean)  # each device's mean is a float32
     assert np.all(np.abs(m.mean - mean) <= tolerance * spread + rounded)
     error = tolerance * M2 + count * rounded * (spread + rounded)
     assert np.all(np.abs(m.M2 - M2) <= error)
+
+
+def refuse_different(tree: Any) -> None:
+    """Fails unless all devices (leading axis) hold the same bits."""
+    for v in jax.tree.leaves(tree):
+        rows = bits(v).reshape(len(v), -1)
+        assert np.all(rows == rows[:1])
+
+
+def bits(v: Any) -> np.ndarray:
+    return np.frombuffer(np.asarray(v).tobytes(), np.uint8)
 
 
 def stacked(m: Any) -> Any:
@@ -297,8 +306,7 @@ def test_gather_gives_all_to_all_bit_for_bit(over_devices):
     out = over_devices(local)(x)
     assert out["n"].dtype == np.int32 and out["flag"].dtype == np.bool_
     for device in range(DEVICES):
-        bits = out["x"][device].view(np.uint32)
-        assert np.array_equal(bits, x[0].view(np.uint32))
+        assert np.array_equal(bits(out["x"][device]), bits(x[0]))
         assert out["n"][device].tolist() == [[2**30 + i] * 2 for i in range(DEVICES)]
         assert np.array_equal(out["flag"][device], np.asarray(special) > 0)
 
@@ -322,8 +330,9 @@ def test_gather_of_nothing_is_nothing():
 
 
 def empty() -> tuple[Statistics, Statistics]:
-    zero = [jnp.zeros(F)], [jnp.zeros(F)], jnp.zeros(()), jnp.zeros(())
-    return Statistics(*zero), Statistics(*zero)
+    zeros, zero = [jnp.zeros(F, jnp.float32)], jnp.zeros((), jnp.float32)
+    value = Statistics(zeros, zeros, zero, zero)
+    return value, value
 
 
 def numbers(state: Any) -> Statistics:
@@ -331,14 +340,9 @@ def numbers(state: Any) -> Statistics:
         return jax.tree.map(lambda v, r: np.asarray(join(v, r)), *state)
 
 
-def bits(v: Any) -> np.ndarray:
-    return np.asarray(v).view(np.uint32)
-
-
 def first_device(state: Any) -> Any:
     """The state of one device, once all are known to hold the same bits."""
-    for v in jax.tree.leaves(state):
-        assert np.all(bits(v) == bits(v[:1]))
+    refuse_different(state)
     return jax.tree.map(lambda v: jnp.asarray(v[0]), state)
 
 
@@ -375,8 +379,8 @@ def test_five_rounds_over_devices_are_those_of_one_device(over_devices, wide):
 
 def test_a_fold_over_devices_takes_one_collective():
     mesh, shards = Mesh(jax.devices(), "d"), PartitionSpec(None, "d")
-    zeros = [jnp.zeros(F)] * 5
-    state = Statistics(zeros, zeros, jnp.zeros(()), jnp.zeros(()))
+    zeros, zero = [jnp.zeros(F, jnp.float32)] * 5, jnp.zeros((), jnp.float32)
+    state = Statistics(zeros, zeros, zero, zero)
 
     def local(x: jax.Array, mask: jax.Array, value: Any, residual: Any) -> Any:
         leaves = jax.tree.leaves(many_leaves(x))[:5]
@@ -398,7 +402,7 @@ def test_a_fold_over_devices_takes_one_collective():
 @mapped
 def test_devices_decide_together(over_devices):
     run = over_devices(fold(Rule(axis_name="d", decay=0.5)))
-    start = fold(Rule())(jnp.zeros((T, B, F)), empty())
+    start = fold(Rule())(jnp.zeros((T, B, F), jnp.float32), empty())
 
     # No valid sample on any device: not a bit changes.
     nothing = first_device(run(np.full((T, B, F), -9, np.float32), start))
