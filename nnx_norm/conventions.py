@@ -87,3 +87,11 @@ FLOORED = Convention(
     lambda variance, epsilon: np.sqrt(np.maximum(variance, epsilon)),
     lambda std, epsilon: std**2,
 )
+
+FLOORED_OR_ONE = Convention(
+    "sqrt(max(variance, epsilon)), or 1 where the variance is 0",
+    lambda variance, epsilon: np.where(
+        variance == 0, 1.0, FLOORED.divisor(variance, epsilon)
+    ),
+    FLOORED.variance,
+)

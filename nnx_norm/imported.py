@@ -15,7 +15,13 @@ from jax.tree_util import keystr
 
 from nnx_norm import arguments
 from nnx_norm.buffers import Buffers
-from nnx_norm.conventions import ADDED_TO_VARIANCE, CLOSE, FLOORED, Convention
+from nnx_norm.conventions import (
+    ADDED_TO_VARIANCE,
+    CLOSE,
+    FLOORED,
+    FLOORED_OR_ONE,
+    Convention,
+)
 from nnx_norm.fold import Statistics
 from nnx_norm.moved import Moved, float64, number
 from nnx_norm.normalizer import Normalizer
@@ -132,7 +138,9 @@ def _store(source: Moved, into: Any) -> Any:
     elif isinstance(into, (Normalizer, RewardNormalizer)):
         count = _count(source)
         into._statistics_here()  # no population, and none of another dtype
-        mean, variances = _fitted(into.spec, source, FLOORED, into.epsilon)
+        rewards = isinstance(into, RewardNormalizer)
+        convention = FLOORED_OR_ONE if rewards else FLOORED
+        mean, variances = _fitted(into.spec, source, convention, into.epsilon)
         M2 = [v * count for v in variances]
         _refuse_other_divisor(source, into, M2, count)
         skipped: Any = np.zeros(())

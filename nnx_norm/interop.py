@@ -44,6 +44,7 @@ from nnx_norm.interop_state_dicts import (
 )
 from nnx_norm.interop_torch import (
     from_rsl_rl,
+    from_rsl_rl_rewards,
     from_skrl,
     from_torchrl,
     to_rsl_rl,
@@ -61,6 +62,7 @@ __all__ = [
     "from_gymnasium_rewards",
     "from_nnx_ppo",
     "from_rsl_rl",
+    "from_rsl_rl_rewards",
     "from_sb3",
     "from_sb3_rewards",
     "from_sklearn",

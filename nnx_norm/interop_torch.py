@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from nnx_norm import imported, moved, state_dicts
-from nnx_norm.conventions import ADDED_TO_STD
+from nnx_norm.conventions import ADDED_TO_STD, FLOORED_OR_ONE
 from nnx_norm.imported import Module
 from nnx_norm.moved import Moved, exported, field, float64, number, one_array, optional
 from nnx_norm.tree import is_mapping
@@ -51,6 +51,53 @@ def from_rsl_rl(
     return imported.normalizer(found, into, _squared(epsilon), max_count=until)
 
 
+def from_rsl_rl_rewards(
+    source: Any, prefix: str = "", *, gamma: float = 0.99, into: Module | None = None
+) -> Any:
+    """The reward statistics of rsl_rl, to scale as it does.
+
+    Its `EmpiricalDiscountedVariationNormalization`, that of intrinsic rewards, divides
+    by the std of the discounted returns as it is, its `eps` unused, and by 1 where that
+    is zero. Its running returns come along, and with them episodes that are over: it
+    isn't told of ends, so that a return goes on across them. Here it ends where
+    `update` is told to. `until` stays behind: call `freeze()` at so many returns.
+
+    `to_rsl_rl(norm, epsilon=0.0)` is the way back, into its `emp_norm`.
+
+    Args:
+      source: Such a module; or the state dict of a module with one.
+      prefix: Where it stands in a state dict, `"reward_normalizer"` in that of a
+        `RandomNetworkDistillation`.
+      gamma: Its discount, which a state dict lacks; it lacks the running returns too.
+      into: A module to fill in place, of which the settings stay: a `RewardNormalizer`
+        or a `RewardRunningMeanStd`. None makes a `RewardNormalizer`.
+
+    Returns:
+      `into`, or a new normalizer.
+
+    Raises:
+      TypeError: `into` is no such module.
+      ValueError: There are no statistics in `source`, or they don't fit `into`.
+
+    Example:
+      >>> saved = {"_mean": np.ones(1), "_var": np.full(1, 4.0), "count": np.int64(9)}
+      >>> norm = from_rsl_rl_rewards({"emp_norm": saved}, gamma=0.9)
+      >>> norm.count, norm.gamma, float(norm.normalize(4.0))
+      (9, 0.9, 2.0)
+    """
+    source = _state(source, prefix)
+    inner, returns = field(source, "emp_norm"), optional(source, "disc_avg", {})
+    mean, var = (float64(field(inner, name)).reshape(()) for name in ("_mean", "_var"))
+    found = moved.moved(mean, var, field(inner, "count"), FLOORED_OR_ONE, 0.0)
+    return imported.rewards(
+        found,
+        into,
+        imported.SMALLEST,
+        gamma=optional(returns, "gamma", gamma),
+        running=optional(returns, "avg"),
+    )
+
+
 def to_rsl_rl(module: Any, *, epsilon: float = 1e-2) -> dict[str, np.ndarray]:
     """The state dict of an `EmpiricalNormalization` that normalizes as a module does.
 
@@ -58,7 +105,7 @@ def to_rsl_rl(module: Any, *, epsilon: float = 1e-2) -> dict[str, np.ndarray]:
     the count are rounded; clip and decay stay behind.
 
     Args:
-      module: A `Normalizer` or a `RunningMeanStd` of one array.
+      module: A `Normalizer`, a `RewardNormalizer` or one of the ports, of one array.
       epsilon: `eps` of the target.
 
     Returns:

@@ -7,9 +7,15 @@ import numpy as np
 import pytest
 
 from nnx_norm import conventions
-from nnx_norm.conventions import ADDED_TO_STD, ADDED_TO_VARIANCE, FLOORED, Convention
+from nnx_norm.conventions import (
+    ADDED_TO_STD,
+    ADDED_TO_VARIANCE,
+    FLOORED,
+    FLOORED_OR_ONE,
+    Convention,
+)
 
-ALL = [ADDED_TO_VARIANCE, ADDED_TO_STD, FLOORED]
+ALL = [ADDED_TO_VARIANCE, ADDED_TO_STD, FLOORED, FLOORED_OR_ONE]
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.product(ALL, ALL)))
@@ -38,3 +44,10 @@ def test_divisor_that_an_epsilon_rules_out_is_refused(one: Convention):
 def test_scalars_and_empty_arrays():
     assert FLOORED.fitted(np.float64(4), np.float64(2), 1e-6, "x") == 4
     assert FLOORED.fitted(np.zeros(0), np.zeros(0), 1e-6, "x").shape == (0,)
+
+
+def test_no_variance_is_made_up_where_a_constant_is_divided_by_one():
+    variance, one = np.array([0.0, 4.0]), np.array([1.0, 2.0])
+    assert FLOORED_OR_ONE.divisor(variance, 1e-8).tolist() == one.tolist()
+    assert FLOORED_OR_ONE.fitted(variance, one, 1e-8, "x").tolist() == [0.0, 4.0]
+    assert FLOORED.fitted(variance, one, 1e-8, "x").tolist() == [1.0, 4.0]

@@ -16,7 +16,12 @@ from nnx_norm import (
     RunningMeanStd,
     imported,
 )
-from nnx_norm.conventions import ADDED_TO_STD, ADDED_TO_VARIANCE, FLOORED
+from nnx_norm.conventions import (
+    ADDED_TO_STD,
+    ADDED_TO_VARIANCE,
+    FLOORED,
+    FLOORED_OR_ONE,
+)
 from nnx_norm.moved import Moved, exported, moved
 
 MEAN = np.array([1.0, -1e4, 0.1])
@@ -138,3 +143,12 @@ def test_rewards_of_one_return_are_refused():
     source = moved(np.float64(3.0), np.float64(4.0), 1, ADDED_TO_VARIANCE, 1e-8)
     with pytest.raises(ValueError, match="With 1 samples"):
         imported.rewards(source, None, 1e-8, gamma=0.9, running=None)
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_rewards_all_alike_stay_as_they_are_and_add_no_variance(count: int):
+    source = moved(np.float64(3.0), np.float64(0.0), count, FLOORED_OR_ONE, 0.0)
+    norm = imported.rewards(source, None, 1e-8, gamma=0.9, running=None)
+    assert float(norm.normalize(4.0)) == 4.0
+    d = norm.to_dict()
+    assert (float(d["M2"]), int(d["count"])) == (0.0, count)

@@ -7,8 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnx_norm import Normalizer
-from nnx_norm.interop import from_rsl_rl, from_skrl, from_torchrl, to_rsl_rl, to_skrl
+from nnx_norm import Normalizer, RewardNormalizer, RewardRunningMeanStd
+from nnx_norm.interop import (
+    from_rsl_rl,
+    from_rsl_rl_rewards,
+    from_skrl,
+    from_torchrl,
+    to_rsl_rl,
+    to_skrl,
+)
 from nnx_norm.moved import exported
 
 
@@ -58,3 +65,29 @@ def test_torchrl_nested_keys_and_decay(key: Any):
     new = types.SimpleNamespace(_td=None, _count={key: 2}, decay=0.5, **parts)
     assert from_torchrl(old, key).count == 7
     assert from_torchrl(new, key).count == 1.5
+
+
+def test_rewards_of_rsl_rl_there_and_back():
+    norm = RewardNormalizer(0.9)
+    norm.set_statistics(1.0, 4.0, 50)
+    state = {f"rnd.norm.emp_norm.{k}": v for k, v in to_rsl_rl(norm, epsilon=0).items()}
+    std: Any = state["rnd.norm.emp_norm._std"]
+    assert std.tolist() == [2.0]  # with no epsilon on it
+    back = from_rsl_rl_rewards(state, "rnd.norm", gamma=0.5)
+    assert (back.count, back.gamma, float(back.std)) == (50, 0.5, 2.0)
+    assert back.running_return.get_value() is None  # the state dict has none
+    with pytest.raises(ValueError, match="has no 'emp_norm'"):
+        from_rsl_rl_rewards(state, "rnd.norm.emp_norm")
+
+
+def test_rewards_of_rsl_rl_bring_discount_and_returns_of_a_module():
+    inner = {"_mean": np.ones((1, 1)), "_var": np.full((1, 1), 4.0), "count": 9}
+    average = types.SimpleNamespace(gamma=0.8, avg=np.array([[1.0], [-1.0]]))
+    source = types.SimpleNamespace(emp_norm=inner, disc_avg=average)
+    norm = from_rsl_rl_rewards(source, gamma=0.5)
+    assert norm.gamma == 0.8
+    assert norm.running_return.get_value().tolist() == [1.0, -1.0]
+    port = RewardRunningMeanStd(gamma=0.8, epsilon=1e-8)
+    assert from_rsl_rl_rewards(source, into=port) is port
+    assert float(port.normalize(4.0)) == pytest.approx(2.0, rel=1e-6)
+    assert port.discounted_reward.get_value().tolist() == [1.0, -1.0]

@@ -10,19 +10,25 @@ import pytest
 import skrl.resources.preprocessors.jax as skrl_jax
 import skrl.resources.preprocessors.torch as skrl_torch
 import torch
-from agreement import assert_agreement, assert_moments, batches
-from rsl_rl.modules import EmpiricalNormalization
+from agreement import LIMIT, assert_agreement, assert_moments, batches
+from rsl_rl.extensions import RandomNetworkDistillation
+from rsl_rl.modules import (
+    EmpiricalDiscountedVariationNormalization,
+    EmpiricalNormalization,
+)
 from tensordict import TensorDict
 from torchrl.envs.transforms import VecNorm
 
-from nnx_norm import Normalizer
+from nnx_norm import Normalizer, RewardRunningMeanStd
 from nnx_norm.interop import (
     from_rsl_rl,
+    from_rsl_rl_rewards,
     from_skrl,
     from_torchrl,
     to_rsl_rl,
     to_skrl,
 )
+from nnx_norm.moved import exported
 
 
 def tensors(arrays: Any) -> dict[str, torch.Tensor]:
@@ -73,6 +79,76 @@ def test_rsl_rl_of_ours(ours: Normalizer):
     assert_agreement(ours, ours.normalize(x), back(of(x)).numpy())
     with pytest.raises(ValueError, match="epsilon"):
         to_rsl_rl(ours, epsilon=0.1)
+
+
+def scaled(theirs: Any, rewards: np.ndarray) -> np.ndarray:
+    """What rsl_rl makes of rewards, without learning from them."""
+    theirs.eval()
+    out = theirs(of(rewards)).numpy()
+    theirs.train()
+    return out
+
+
+REWARDS = np.random.default_rng(0).normal(2, 3, size=(50, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", [[], [1]])
+@pytest.mark.parametrize("port", [False, True])
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e4])
+def test_rsl_rl_rewards(shape: list[int], port: bool, scale: float):
+    theirs = EmpiricalDiscountedVariationNormalization(shape=shape, gamma=0.9)
+    for r in REWARDS * np.float32(scale):
+        theirs(of(r.reshape(4, *shape)))
+    x = np.array([-3.0, 0.0, 20.0], np.float32) * np.float32(scale)
+    into = RewardRunningMeanStd(gamma=0.9, epsilon=1e-16) if port else None
+    norm = from_rsl_rl_rewards(theirs, into=into)
+    wanted = scaled(theirs, x.reshape(3, *shape)).reshape(3)
+    assert np.asarray(norm.normalize(x)) == pytest.approx(wanted, rel=LIMIT)
+    assert float(exported(norm).count) == 200 and norm.gamma == 0.9
+    carried = norm.discounted_reward if port else norm.running_return
+    returns = theirs.disc_avg.avg.numpy().reshape(4)
+    assert np.asarray(carried.get_value()) == pytest.approx(returns, rel=1e-6)
+    back = EmpiricalDiscountedVariationNormalization(shape=[], gamma=0.9)
+    back.emp_norm.load_state_dict(tensors(to_rsl_rl(norm, epsilon=0.0)))
+    assert scaled(back, x) == pytest.approx(np.asarray(norm.normalize(x)), rel=LIMIT)
+
+
+def test_rsl_rl_rewards_go_on_as_they_do():
+    theirs = EmpiricalDiscountedVariationNormalization(shape=[], gamma=0.9)
+    for r in REWARDS[:20]:
+        theirs(of(r))
+    norm = from_rsl_rl_rewards(theirs)
+    for r in REWARDS[20:]:
+        theirs(of(r))
+    norm.update(REWARDS[20:], np.zeros((30, 4), bool))  # it knows of no ends
+    assert norm.count == int(theirs.emp_norm.count) == 200
+    x = REWARDS[0]  # its sums are in float32, ours are not
+    assert np.asarray(norm.normalize(x)) == pytest.approx(scaled(theirs, x), rel=1e-5)
+
+
+@pytest.mark.parametrize("rewards", [[], [[2.0]], [[2.0, 2.0]], [[0.0], [0.0]]])
+def test_rsl_rl_rewards_before_two_differ(rewards: list[list[float]]):
+    theirs = EmpiricalDiscountedVariationNormalization(shape=[])
+    for r in rewards:
+        theirs(torch.tensor(r))
+    norm = from_rsl_rl_rewards(theirs)
+    x = np.array([-3.0, 0.0, 20.0], np.float32)
+    assert norm.count == sum(map(len, rewards))
+    assert np.asarray(norm.normalize(x)).tolist() == scaled(theirs, x).tolist()
+    assert scaled(theirs, x).tolist() == x.tolist()
+
+
+def test_rsl_rl_rewards_of_a_saved_rnd_module():
+    settings: Any = {"predictor_hidden_dims": [4], "target_hidden_dims": [4]}
+    rnd = RandomNetworkDistillation(
+        5, {"rnd_state": ["rnd_state"]}, 3, reward_normalization=True, **settings
+    )
+    for x in batches():
+        rnd.get_intrinsic_reward(TensorDict({"rnd_state": of(x)}, batch_size=[64]))
+    theirs, x = rnd.reward_normalizer, REWARDS[0]
+    norm = from_rsl_rl_rewards(rnd.state_dict(), "reward_normalizer")
+    assert norm.count == 192 and norm.gamma == 0.99
+    assert np.asarray(norm.normalize(x)) == pytest.approx(scaled(theirs, x), rel=LIMIT)
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
