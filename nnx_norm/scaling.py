@@ -14,6 +14,10 @@ import jax.numpy as jnp
 from nnx_norm.extended import namespace, residual_of
 from nnx_norm.samples import align_leading, deviation, float_dtype
 
+# Into the program around it while that is traced; since jax 0.12 True means later, and
+# what reads the trace, such as a converter to ONNX, would find a call there.
+INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+
 # Spread and count to what a leaf is divided by; hashable, since it is static under jit.
 Divisor = Callable[[Any, Any], Any]
 
@@ -100,7 +104,7 @@ def variance_of(M2: Any, count: Any) -> Any:
     return M2 / (n + (n == 0).astype(n.dtype))
 
 
-@partial(jax.jit, static_argnames=("one", "divisor"), inline=True)
+@partial(jax.jit, static_argnames=("one", "divisor"), inline=INLINE)
 def leafwise(
     one: Scale | Unscale,
     divisor: Divisor,
@@ -138,7 +142,7 @@ def leafwise(
     return out
 
 
-@partial(jax.jit, static_argnames=("function",), inline=True)
+@partial(jax.jit, static_argnames=("function",), inline=INLINE)
 def spreads(
     function: Divisor, M2s: list[jax.Array], count: jax.Array
 ) -> list[jax.Array]:

@@ -132,3 +132,13 @@ def test_a_first_eager_call_compiles_one_program(make):
         second = make().normalize(x)
     assert compiled == []
     jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS.keys())
+def test_in_a_program_around_it_it_is_as_if_written_there(make):
+    x = {"a": jnp.ones((2, 3, 23)), "b": jnp.ones((2, 29)), "c": jnp.ones(2)}
+    module = make()
+    equations = jax.make_jaxpr(module.normalize)(x).jaxpr.eqns
+    names = {eqn.params.get("name") for eqn in equations}
+    assert "leafwise" not in names
+    assert sum(eqn.primitive.name == "mul" for eqn in equations) >= 3  # one a leaf

@@ -6,7 +6,7 @@ jax2onnx 0.17 admits no orbax-checkpoint of today, so these tests take an enviro
 their own, without the test extra:
 
     pip install -e . jax2onnx==0.17.1 onnxruntime pytest pytest-xdist hypothesis
-    python -m pytest -W default tests/interop/onnx_conversion.py
+    python -m pytest -s -W default tests/interop/onnx_conversion.py
 """
 
 from collections.abc import Callable
@@ -48,28 +48,46 @@ def filled(**settings: Any) -> Normalizer:
     return norm
 
 
+def assert_close(y: Any, wanted: Any, limit: float, what: str) -> None:
+    """Every output within `limit`; `-s` shows the largest difference."""
+    difference = np.abs(y - np.asarray(wanted, np.float64))
+    print(f"{what}: {difference.max():.2g} of outputs up to {np.abs(wanted).max():.2g}")
+    assert y.dtype == np.float32 and y.shape == np.shape(wanted)
+    assert difference.max() <= limit
+
+
 def test_policy_with_its_normalizer():
-    linear = nnx.Linear(5, 2, rngs=nnx.Rngs(0))
-    policy = Sequential([filled(clip=5.0), linear, jnp.tanh])
+    linear, norm = nnx.Linear(5, 2, rngs=nnx.Rngs(0)), filled(clip=2.0)
+    policy = Sequential([norm, linear, jnp.tanh])
 
     def act(x: Any) -> Any:
         return policy(policy.initialize_state(x.shape[0]), x).output
 
     x = batches(seed=9)[0]
-    assert np.allclose(converted(act, x, NEWEST), act(jnp.asarray(x)), atol=1e-6)
+    assert np.abs(norm.normalize(x)).max() == 2.0  # the clip was met
+    y = converted(norm.normalize, x, NEWEST)
+    assert_close(y, norm.normalize(x), 1e-6, "normalizer")
+    assert_close(converted(act, x, NEWEST), act(jnp.asarray(x)), 1e-6, "policy")
 
 
 def test_port():
-    port = RunningMeanStd(5, clamp_value=5.0)
+    port = RunningMeanStd(5, clamp_value=2.0)
     port.record_moments(jnp.asarray(batches()[0]))
     x = batches(seed=9)[0]
-    assert np.allclose(converted(port, x, NEWEST), port(jnp.asarray(x)), atol=1e-5)
+    assert_close(converted(port, x, NEWEST), port(jnp.asarray(x)), 1e-6, "port")
 
 
-def test_folded_policy_in_an_older_opset():
+@pytest.mark.parametrize("opset", [DEFAULT, NEWEST])
+def test_folded_policy_in_older_opsets_too(opset: int):
     norm, x = filled(), batches(seed=9)[0]
-    linear = fold_into_linear(norm, nnx.Linear(5, 2, rngs=nnx.Rngs(0)))
-    y = converted(lambda x: jnp.tanh(linear(x)), x, DEFAULT)
-    offset = float(jnp.max(jnp.abs(norm.mean.get_value()) / norm.std))
-    wanted = jnp.tanh(linear(jnp.asarray(x)))
-    assert np.allclose(y, wanted, atol=1e-6 * (1 + offset))
+    linear = nnx.Linear(5, 2, rngs=nnx.Rngs(0))
+    folded = fold_into_linear(norm, linear)
+    offset = float(np.max(np.abs(norm.mean.get_value()) / norm.std))
+    wanted, unfolded = folded(jnp.asarray(x)), linear(norm.normalize(x))
+    limit = 1e-6 * (1 + offset) * float(np.abs(unfolded).max())
+    y = converted(folded, x, opset)
+    assert_close(y, wanted, limit, "folded layer")
+    assert_close(y, unfolded, limit, "folded layer, against layer and normalizer")
+    y = converted(lambda x: jnp.tanh(folded(x)), x, opset)
+    assert_close(y, jnp.tanh(wanted), limit, "folded policy")
+    assert_close(y, jnp.tanh(unfolded), limit, "folded policy, against both")
