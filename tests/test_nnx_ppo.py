@@ -28,10 +28,28 @@ from nnx_norm import Normalizer, Sequential, check_statistics
 TESTS = Path(__file__).resolve().parent
 
 
+RECORDED = """
+import jax.numpy as jnp
+from flax import nnx
+from nnx_ppo.networks import factories, normalizer, recording
+
+
+def test_recording_where_types_are_checked():
+    rngs = nnx.Rngs(0, action_sampling=0)
+    net = factories.make_mlp_actor_critic(3, 2, [4], [4], rngs)
+    assert type(net.layers[0]) is normalizer.Normalizer
+    recorded = recording.with_recording(net)
+    out = recorded(recorded.initialize_state(4), jnp.ones((4, 3)))
+    assert recording.extract_activations(out.metrics)
+"""
+
+
 def run(path: Path, plugin: str, *options: str) -> str:
     """What pytest prints for the tests of nnx-ppo's own normalizer, with a plugin."""
+    (path / "recorded_test.py").write_text(RECORDED)
     command = [sys.executable, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider"]
-    command += ["--pyargs", "nnx_ppo.networks.normalizer_test", "--rootdir", str(path)]
+    command += ["recorded_test.py", "--rootdir", str(path)]
+    command += ["--pyargs", "nnx_ppo.networks.normalizer_test"]
     command += ["-c", os.devnull, "-v", *options]
     paths = [str(path), str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -43,9 +61,9 @@ def run(path: Path, plugin: str, *options: str) -> str:
 
 def test_our_normalizer_passes_the_tests_of_the_one_it_replaces(tmp_path: Path):
     output = run(tmp_path, "nnx_ppo_plugin")
-    assert "Normalizer from nnx_norm.normalizer" in output, output
+    assert "and nnx_norm.normalizer" in output, output
     passed = re.search(r"=+ (\d+) passed", output)
-    assert passed and int(passed[1]) == 9, output
+    assert passed and int(passed[1]) == 9 + 1, output
     assert not re.search(r"\d+ (failed|error|skipped|xfailed)", output), output
 
 
@@ -104,12 +122,12 @@ def test_their_layers_in_our_containers():
 
 @pytest.fixture
 def registered() -> None:
-    """The one line of the README. It can't be taken back, and does no harm."""
+    """What the decorator in the README does. It can't be undone, and does no harm."""
     TheirModule.register(Normalizer)
 
 
 @pytest.mark.usefixtures("registered")
-def test_recording_of_activations_takes_one_line():
+def test_recording_of_activations_takes_registering():
     net: Any = factories.make_mlp_actor_critic(
         3, 2, [4], [4], nnx.Rngs(0, action_sampling=0)
     )
