@@ -21,10 +21,10 @@ from nnx_norm.weighting import Weighting, leave_out, weigh
 LOST = 1.25
 """Cancellation above which a batch is read again: `S2` over what it adds to M2.
 
-Below it the mean is safe as well. Of $n$ samples at a distance $d$ the first read knows
-the mean to 1.8e-7 $d$ (three roundings in float32), the merge takes $n / (n + m)$ of
-that, and the excess $S_2 - K$ over what M2 gains is $n^2 d^2 / (n + m)$: at most $K / 4$,
-so the error is at most half of 1.8e-7 standard deviations of the union.
+Below it the mean is safe, too. Of $n$ samples at a distance $d$ the first read knows
+the mean to 1.8e-7 $d$ (three roundings in float32), and the merge takes $n / (n + m)$
+of that. The excess of $S_2$ over $K$, what M2 gains, is $n^2 d^2 / (n + m)$: at most
+$K / 4$, so the error is at most half of 1.8e-7 standard deviations of the union.
 """
 
 READS = 3

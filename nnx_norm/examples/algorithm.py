@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from nnx_norm import StatefulModule
+from nnx_norm import StatefulModule, metrics
 from nnx_norm.examples.agent import observation_normalizer
 from nnx_norm.examples.environments import Environment
 from nnx_norm.examples.learner import Hyperparameters, Learner
@@ -46,31 +46,29 @@ def train_step(
     )
     learner = learner._replace(network=network, optimizer=optimizer, key=key)
 
-    metrics = {"return": jnp.mean(learner.episodes.last), **losses._asdict()}
-    metrics |= update_statistics(learner.network, rollout.extras, hyper)
+    told = {"return": jnp.mean(learner.episodes.last), **losses._asdict()}
+    told |= update_statistics(learner.network, rollout.extras)
     if learner.rewards is not None:
-        metrics["reward_std"] = learner.rewards.std
-    return learner, metrics
+        told["reward_std"] = learner.rewards.std
+    return learner, told
 
 
-def update_statistics(
-    network: StatefulModule, extras: Any, hyper: Hyperparameters
-) -> dict[str, Array]:
+def update_statistics(network: StatefulModule, extras: Any) -> dict[str, Array]:
     """Folds a rollout into the network's statistics, and watches it happen."""
     normalizer = observation_normalizer(network)
     if normalizer is None:
         network.update_statistics(extras)
         return {}
-    normalized = normalizer.normalize(extras[0])
-    clip_share = jnp.mean(jnp.abs(normalized) >= hyper.observation_clip)
-    before = normalizer.mean.get_value()
+    seen = metrics(normalizer, extras=extras[0])  # by the rollout's own statistics
+    before = {name: getattr(normalizer, name).get_value() for name in ("mean", "M2")}
+    before["count"] = normalizer.counter.get_value()
     network.update_statistics(extras)
-    mean, std = normalizer.mean.get_value(), normalizer.std
+    now = metrics(normalizer, since=before)
     return {
-        "count": normalizer.counter.get_value(),
-        "skipped": normalizer.skipped.get_value(),
-        "clip_share": clip_share,
-        "drift": jnp.max(jnp.abs(mean - before) / std),
-        "mean": mean,
-        "std": std,
+        "count": now["count"],
+        "skipped": now["skipped"],
+        "clip_share": seen["clipped"],
+        "drift": now["drift"],
+        "mean": normalizer.mean.get_value(),
+        "std": normalizer.std,
     }
