@@ -397,7 +397,8 @@ class NormalizerMachine(Machine):
     ) -> None:
         if not (np.isfinite(mean).all() and np.isfinite(std).all()):
             return
-        eps = float(jnp.finfo(y.dtype).eps)
+        kind = jnp.finfo(y.dtype)
+        eps, largest = float(kind.eps), float(kind.max)
         x, y, back = (np.asarray(v).astype(np.float64) for v in (x, y, back))
         right = (x - mean) / std
         # The stored mean's own error, see `oracle.assert_moments`.
@@ -408,8 +409,10 @@ class NormalizerMachine(Machine):
         error = np.abs(y - right)
         held = np.abs(right) < 6e4
         assert (error <= 4 * eps * np.abs(right) + 2 * rounding)[held].all()
-        lost = np.abs(back - x) - 4 * eps * (np.abs(x - mean) + std + np.abs(x))
-        assert (lost[inside] <= 0).all()
+        rounded = 4 * eps * (np.abs(x - mean) + std + np.abs(x))
+        # Far off, float16 knows the way back to more than it can hold: infinity.
+        inside &= np.abs(x) + rounded < largest
+        assert (np.abs(back - x) <= rounded)[inside].all()
 
     @precondition(lambda self: self.settings.features)
     @rule(i=two, k=st.integers(0, 99))
