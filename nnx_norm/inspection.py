@@ -115,7 +115,7 @@ def numbers(feature: Feature) -> dict[str, jax.Array]:
 
 
 def _extreme(function: Any, values: jax.Array) -> jax.Array:
-    return function(values) if values.size else jnp.full((), jnp.nan)
+    return function(values) if values.size else jnp.full((), jnp.nan, values.dtype)
 
 
 def features(
@@ -202,7 +202,8 @@ def _clipped(module: Any, inputs: PyTree) -> list[jax.Array] | None:
     history = [jnp.asarray(match.leaves[i]) for i in match.kept]
 
     def share(x: jax.Array, mean: jax.Array, std: jax.Array) -> jax.Array:
-        return jnp.mean(jnp.abs(deviation(x, mean)) > clip * std)
+        d = jnp.abs(deviation(x, mean))
+        return jnp.mean(d > clip * std.astype(d.dtype))
 
     means, stds = map(jax.tree.leaves, (module.mean.get_value(), module.std))
     return list(map(share, history, means, stds))

@@ -199,8 +199,9 @@ class RewardNormalizer(RunningStatistics):
         super()._add_members(members)
         returns = self.running_return.get_value()
         if returns is not None:
-            zeros = jax.tree.map(lambda v: jnp.zeros(members + v.shape), returns)
-            self.running_return.set_value(zeros)
+            self.running_return.set_value(
+                jax.tree.map(lambda v: jnp.zeros(members + v.shape, v.dtype), returns)
+            )
 
     @property
     def _divisor(self) -> ReturnStd:

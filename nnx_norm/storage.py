@@ -54,7 +54,8 @@ class StoredStatistics(nnx.Module):
 
     def _add_members(self, members: tuple[int, ...]) -> None:
         """Give fresh statistics the axes of a population in front, as nnx.vmap does."""
-        zeros = jax.tree.map(lambda v: jnp.zeros(members + v.shape), self._read())
+        old = self._read()
+        zeros = jax.tree.map(lambda v: jnp.zeros(members + v.shape, v.dtype), old)
         self._write(*zeros)
 
     def _empty(self) -> Statistics:
