@@ -342,10 +342,10 @@ def test_a_state_is_not_taken_for_a_model_without_normalizers():
 # Killed
 
 KILLS = 20 if hypothesis.settings().max_examples >= 1000 else 2
-STEPS = 3 * KILLS + 4
+STEPS = 12 * KILLS + 4  # a kill comes at most 0.2 s, some steps, after the first one
 
 
-def run(folder: Path) -> None:
+def run(folder: Path, steps: int) -> None:
     """Train from the last complete checkpoint on, and save after every step."""
     with ocp.CheckpointManager(
         folder / "saved",
@@ -360,7 +360,7 @@ def run(folder: Path) -> None:
                 state, manager.restore(done, args=ocp.args.StandardRestore(template))
             )
             check_statistics(state[0])
-        for i in range(done, STEPS):
+        for i in range(done, steps):
             step(*state, jnp.int32(i))
             manager.save(i + 1, args=ocp.args.StandardSave(nnx.state(state)))
             print(i + 1, flush=True)
@@ -375,7 +375,7 @@ def test_killed_at_random_moments_ends_bit_identical(tmp_path):
     }
 
     def start(name: str) -> subprocess.Popen[str]:
-        line = [sys.executable, __file__, str(tmp_path / name)]
+        line = [sys.executable, __file__, str(tmp_path / name), str(STEPS)]
         return subprocess.Popen(
             line, env=environment, stdout=subprocess.PIPE, text=True
         )
@@ -396,4 +396,4 @@ def test_killed_at_random_moments_ends_bit_identical(tmp_path):
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    run(Path(sys.argv[1]), int(sys.argv[2]))
