@@ -18,13 +18,13 @@ from nnx_norm.buffers import Buffers, Parts, joined, separated
 from nnx_norm.extended import double
 from nnx_norm.serialization import exact
 from nnx_norm.spec import Spec, parse
-from nnx_norm.storage import NormalizerStatistics, on_host
+from nnx_norm.storage import NormalizerStatistics, Printed, on_host
 from nnx_norm.tree import canonicalize
 
 PyTree = Any
 
 
-class LazyStatistics(nnx.Module):
+class LazyStatistics(Printed):
     """Base of the ports: mean, var and count, as exact as float64 buffers.
 
     Attributes:

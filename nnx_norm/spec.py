@@ -114,6 +114,10 @@ class Spec:
         out = ", ".join(name or "one array" for name in self.excluded_names)
         return f"Spec({self.describe()}{f', exclude {out}' if out else ''})"
 
+    def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
+        """What a notebook shows of it: the same, rather than the fields."""
+        return subtree_renderer(repr(self), path=path)
+
     def describe(self) -> str:
         """The leaves and their shapes, for messages."""
         leaves = [

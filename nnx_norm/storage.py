@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,30 @@ class NormalizerStatistics(nnx.Variable):
     """
 
 
-class StoredStatistics(nnx.Module):
+class Printed(nnx.Module):
+    """Base of statistics: flax's `repr` of a module, as far as a person can read it.
+
+    What completes the float32 values isn't shown, nor what is no longer there: after a
+    donation flax raises on a scalar.
+    """
+
+    def __nnx_repr__(self) -> Iterator[Any]:
+        for part in cast("Iterator[Any]", super().__nnx_repr__()):
+            name = getattr(part, "key", "")  # the head has none
+            if name in ("residual", "tail", "discounted_residual"):
+                continue
+            if any(map(is_deleted, jax.tree.leaves(getattr(self, name, None)))):
+                part.value, part.use_raw_value = "<deleted>", True
+            yield part
+
+
+def is_deleted(leaf: Any) -> bool:
+    """Whether a leaf is an array of JAX whose buffer was donated or deleted."""
+    concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return concrete and leaf.is_deleted()
+
+
+class StoredStatistics(Printed):
     """Mean, M2, counter and skipped as Variables, read and written in one place.
 
     Attributes:

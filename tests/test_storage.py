@@ -5,11 +5,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import treescope
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import bits, programs, statistics
 
-from nnx_norm import Normalizer, NormalizerStatistics, RewardNormalizer, place
+from nnx_norm import (
+    Normalizer,
+    NormalizerStatistics,
+    RewardNormalizer,
+    RewardRunningMeanStd,
+    RunningMeanStd,
+    Sequential,
+    place,
+)
 
 TREE = {"a": 2, "b": {"c": ()}}
 KINDS = {
@@ -128,3 +137,76 @@ def test_statistics_can_be_set_and_loaded_while_tracing():
     assert norm.count == 7 and norm.to_dict()["skipped"] == 1
     with pytest.raises(jax.errors.TracerArrayConversionError):
         nnx.jit(lambda norm: norm.count)(norm)
+
+
+# What a person sees of it
+
+
+def seen(norm: Normalizer) -> Normalizer:
+    """A normalizer of 3 features after 12 samples."""
+    norm.update_statistics(jnp.ones((2, 6, 3)))
+    return norm
+
+
+PRINTED = {
+    "Normalizer": (lambda: seen(Normalizer(3, clip=5.0)), "clip=5.0"),
+    "tree": (lambda: Normalizer(TREE), "spec=Spec({a: (2,), b/c: ()})"),
+    "RewardNormalizer": (lambda: RewardNormalizer(0.5, num_envs=1), "gamma=0.5"),
+    "RunningMeanStd": (lambda: RunningMeanStd(3), "ema_decay=None"),
+    "RunningMeanStd, lazy": (lambda: RunningMeanStd(), "ema_decay=None"),
+    "RewardRunningMeanStd": (lambda: RewardRunningMeanStd((), gamma=0.5), "gamma=0.5"),
+    "Sequential": (lambda: Sequential([Normalizer(3, clip=5.0)]), "clip=5.0"),
+}
+printed = pytest.mark.parametrize("make, setting", PRINTED.values(), ids=PRINTED.keys())
+# Of numpy >= 2.5, where treescope looks at its classes.
+treescope_runs = pytest.mark.filterwarnings("ignore:The chararray class")
+
+
+def text_of(model: nnx.Module) -> str:
+    """What `print` shows, once that and what treescope shows are known to be short."""
+    text, name = repr(model), type(model).__name__
+    assert text == str(model) and text.startswith(name)
+    assert "residual" not in text and "tail" not in text
+    assert len(text.splitlines()) < 40 and max(map(len, text.splitlines())) < 120
+    notebook = treescope.render_to_text(model, ignore_exceptions=False)
+    assert notebook.startswith(name) and "treedef" not in notebook
+    return text
+
+
+@printed
+@treescope_runs
+def test_repr_shows_class_and_settings_and_changes_nothing(make, setting):
+    model = make()
+    before = bits(model)
+    assert setting in text_of(model)
+    assert bits(model) == before
+
+
+@printed
+@treescope_runs
+def test_repr_needs_no_values(make, setting):
+    def look(model: nnx.Module) -> None:
+        assert setting in text_of(model)
+
+    model, members = make(), nnx.vmap(lambda _: make())(jnp.arange(2))
+    for m in (nnx.eval_shape(make), members):
+        look(m)
+    nnx.jit(look)(model)
+    nnx.vmap(look)(members)
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        leaf.delete()  # as a donation does; flax alone raises on the scalars
+    look(model)
+    assert "<deleted>" in repr(model)
+
+
+@treescope_runs
+def test_repr_shows_the_count_and_of_arrays_the_shape():
+    assert "Array(12., dtype=float32)" in text_of(seen(Normalizer(3)))
+    assert "shape=(500, 400)" in text_of(Normalizer((500, 400)))
+
+
+@treescope_runs
+def test_repr_of_a_model_shows_a_shared_normalizer_once():
+    norm = Normalizer(3)
+    text = text_of(Sequential([norm, norm]))
+    assert text.count("initial_std") == 1 and text.count("Normalizer(...)") == 1
