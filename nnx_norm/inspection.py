@@ -59,8 +59,9 @@ def metrics(
       extras: What `module.update_statistics` takes: the history of its rollout extras.
         Gives the share of normalized values beyond the clip, by the statistics of
         now, where a normalizer has one and emits its inputs.
-      since: An earlier `to_dict()` of a normalizer; of a larger module a dict of them
-        by the path of the normalizer. Gives how far means have moved.
+      since: The module as it was, `nnx.clone(module)`, inside jit too; or an earlier
+        `to_dict()` of a normalizer, of a larger module a dict of them by the path of
+        the normalizer. Gives how far means have moved.
 
     Returns:
       float32 scalars; keys are `path/to/leaf/name`, only `name` for a lone array:
@@ -213,11 +214,16 @@ def _by_path(since: Any, modules: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The earlier means, a list of leaves for each normalizer."""
     if since is None:
         return {}
-    if not is_mapping(since):
-        raise ValueError(f"since is {type(since).__name__}; expected a to_dict().")
-    given = {k: since[k] for k in since.keys()}
-    if "count" in given and not is_mapping(given["count"]):
-        given = {"": given}  # of the module itself
+    if isinstance(since, nnx.Module):
+        old = {path: m.mean.get_value() for path, m in normalizers(since).items()}
+        given = {path: mean for path, mean in old.items() if jax.tree.leaves(mean)}
+    elif is_mapping(since):
+        given = {k: since[k] for k in since.keys()}
+        if "count" in given and not is_mapping(given["count"]):
+            given = {"": given}  # of the module itself
+    else:
+        kind = type(since).__name__
+        raise ValueError(f"since is {kind}; expected nnx.clone(module) or a to_dict().")
     if strange := sorted(set(given) - set(modules)):
         raise ValueError(
             f"since has {strange}; expected paths of normalizers: "
@@ -226,6 +232,13 @@ def _by_path(since: Any, modules: Mapping[str, Any]) -> dict[str, list[Any]]:
 
     def means(path: str, d: Any) -> list[Any]:
         module = modules[path]
+        if isinstance(since, nnx.Module):
+            shapes = [jax.tree.map(jnp.shape, m) for m in (d, module.mean.get_value())]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"since has a mean {shapes[0]} at {path!r}; expected {shapes[1]}."
+                )
+            return jax.tree.leaves(d)
         if isinstance(module, RunningStatistics):
             like, _ = module._read()
             return serialization.load_dict(module.spec, d, like, finite=False).mean

@@ -122,6 +122,33 @@ def test_drift_is_in_standard_deviations_of_now(form):
     assert drift == pytest.approx({"a": 2.0, "10": 0.0, "9": 2 / 3})
 
 
+def test_drift_since_a_clone_is_that_since_its_dicts_and_needs_no_host():
+    agent, x = filled(), history(1)
+
+    @nnx.jit
+    def update(policy: Sequential, extras: list) -> dict:
+        before = nnx.clone(policy)
+        policy.update_statistics(extras)
+        return metrics(policy, since=before)
+
+    old = {path: n.to_dict() for path, n in normalizers(agent.policy).items()}
+    found = update(agent.policy, extras_of(x))
+    right = metrics(agent.policy, since=old)
+    drifts = [name for name in right if name.endswith("drift")]
+    assert len(drifts) == 3 and float(right["layers/0/pos/drift"]) > 0
+    assert found.keys() == right.keys()
+    for name in drifts:
+        np.testing.assert_allclose(found[name], right[name], rtol=1e-6, err_msg=name)
+
+
+def test_drift_since_a_clone_that_had_no_shape_is_unknown():
+    stats = RunningMeanStd()
+    before = nnx.clone(stats)
+    stats.record_moments(jnp.ones((4, 2)))
+    assert metrics(stats, since=before).keys() == metrics(stats).keys()
+    assert "drift" in metrics(stats, since=nnx.clone(stats))
+
+
 def test_drift_of_a_port():
     stats = RunningMeanStd(2, epsilon=0, initial_count=0)
     stats.update_from_moments(0.0, 4.0, 10)
@@ -175,6 +202,10 @@ def test_what_does_not_fit_is_refused():
         metrics(Sequential([norm]), since={"nope": norm.to_dict()})
     with pytest.raises(ValueError, match="mean"):
         metrics(norm, since=Normalizer(3).to_dict())
+    with pytest.raises(ValueError, match=r"a mean \(3,\) at ''; expected \(2,\)"):
+        metrics(norm, since=Normalizer(3))
+    with pytest.raises(ValueError, match=r"since has \[''\]; expected paths"):
+        metrics(Sequential([norm]), since=norm)
     with pytest.raises(ValueError, match="since is list"):
         metrics(norm, since=[1])
     with pytest.raises(ValueError, match="a list of 2"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 
 from nnx_norm import StatefulModule, metrics
@@ -46,11 +47,11 @@ def train_step(
     )
     learner = learner._replace(network=network, optimizer=optimizer, key=key)
 
-    told = {"return": jnp.mean(learner.episodes.last), **losses._asdict()}
-    told |= update_statistics(learner.network, rollout.extras)
+    numbers = {"return": jnp.mean(learner.episodes.last), **losses._asdict()}
+    numbers |= update_statistics(learner.network, rollout.extras)
     if learner.rewards is not None:
-        told["reward_std"] = learner.rewards.std
-    return learner, told
+        numbers["reward_std"] = learner.rewards.std
+    return learner, numbers
 
 
 def update_statistics(network: StatefulModule, extras: Any) -> dict[str, Array]:
@@ -59,16 +60,13 @@ def update_statistics(network: StatefulModule, extras: Any) -> dict[str, Array]:
     if normalizer is None:
         network.update_statistics(extras)
         return {}
-    seen = metrics(normalizer, extras=extras[0])  # by the rollout's own statistics
-    before = {name: getattr(normalizer, name).get_value() for name in ("mean", "M2")}
-    before["count"] = normalizer.counter.get_value()
+    before = nnx.clone(normalizer)
+    clipped = metrics(before, extras=extras[0])["clipped"]  # as the policy saw them
     network.update_statistics(extras)
     now = metrics(normalizer, since=before)
     return {
-        "count": now["count"],
-        "skipped": now["skipped"],
-        "clip_share": seen["clipped"],
-        "drift": now["drift"],
+        **{name: now[name] for name in ("count", "skipped", "drift")},
+        "clip_share": clipped,
         "mean": normalizer.mean.get_value(),
         "std": normalizer.std,
     }
