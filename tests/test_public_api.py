@@ -68,8 +68,8 @@ def tracked() -> list[Path]:
     listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listing.returncode == 0:
         found = (ROOT / name for name in listing.stdout.split("\0") if name)
-    else:  # an unpacked sdist
-        found = ROOT.rglob("*")
+    else:  # an unpacked sdist, with the metadata that its build added
+        found = (p for p in ROOT.rglob("*") if p.name != "PKG-INFO")
     return sorted(p for p in found if p.is_file() and "__pycache__" not in p.parts)
 
 
