@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import treescope
 from flax import nnx
 from support import bits
 
@@ -210,26 +209,3 @@ def test_what_does_not_fit_is_refused():
         metrics(norm, since=[1])
     with pytest.raises(ValueError, match="a list of 2"):
         metrics(Sequential([norm]), extras=[None, None])
-
-
-# As text.
-
-READABLE = {
-    "Normalizer": lambda: Normalizer({"goal": 3, "image": (64, 64, 3)}, clip=5.0),
-    "RewardNormalizer": lambda: RewardNormalizer(0.9, clip=5.0, num_envs=4096),
-    "RunningMeanStd": lambda: RunningMeanStd((64, 64, 3), clamp_value=5.0),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The chararray class:DeprecationWarning")  # its own
-@pytest.mark.parametrize("name", READABLE)
-def test_repr_fits_on_a_screen_and_needs_no_values(name):
-    module = READABLE[name]()
-    texts = [repr(module), treescope.render_to_text(module)]
-    texts.append(repr(nnx.eval_shape(READABLE[name])))
-    nnx.jit(lambda module: texts.append(repr(module)))(module)
-    for text in texts:
-        assert f"{name}(" in text and "=5.0" in text and "float32" in text
-        assert text.count("\n") <= 50 and len(text) < 2500
-    if name == "Normalizer":
-        assert "spec=Spec({goal: (3,), image: (64, 64, 3)})" in texts[0]
