@@ -142,6 +142,11 @@ def growth(step: Callable[[], Any], times: int) -> tuple[int, int]:
     return resident() - before, len(jax.live_arrays()) - arrays
 
 
+def allowed(times: int) -> float:
+    """Bytes that a process may grow by in so many updates, for noise: 0.9 KiB each."""
+    return times / 10_000 * 8 * MEBIBYTE + MEBIBYTE
+
+
 def cache_size() -> int:
     """How often updates have been compiled."""
     return getattr(fold._fold_inputs, "_cache_size")()  # noqa: B009
@@ -151,10 +156,11 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @linux
-def test_the_measure_sees_a_kilobyte_an_update():
+def test_the_measure_sees_a_leak_in_an_update():
     kept: list[Any] = []
-    memory, _ = growth(lambda: kept.append(np.ones(1024, np.uint8)), 10_000)
-    assert memory > 8 * MEBIBYTE
+    # Twice the allowance: what earlier tests left in pieces takes some of it first.
+    memory, _ = growth(lambda: kept.append(np.ones(2048, np.uint8)), 10_000)
+    assert memory > allowed(10_000)
     _, arrays = growth(lambda: kept.append(jnp.ones(2) + 1), 10)
     assert arrays == 10
 
@@ -190,7 +196,7 @@ def test_ten_thousand_updates_take_no_memory(way: str):
     traces = cache_size()
     memory, arrays = growth(once, times)
     assert arrays == 0
-    assert memory < times / 10_000 * 8 * MEBIBYTE + MEBIBYTE
+    assert memory < allowed(times)
     assert cache_size() == traces
     if way == "jit":
         nnx.update(norm, states[0])
