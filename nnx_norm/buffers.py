@@ -18,6 +18,7 @@ import numpy as np
 
 from nnx_norm import distributed, fold, moments
 from nnx_norm.distributed import AxisName
+from nnx_norm.explicit import automatic
 from nnx_norm.extended import double, join, namespace, residual_of, split
 from nnx_norm.moments import Moments
 
@@ -98,7 +99,8 @@ def record(
     Returns:
       New buffers; bit for bit the old ones if the batch is empty on every device.
     """
-    with double():
+
+    def step(parts: Parts, samples: list[jax.Array]) -> Parts:
         old = _moments(joined(parts))
         if ema_decay is not None:
             # The batch's own variance is wanted to all its digits, not only those that
@@ -107,6 +109,9 @@ def record(
         batch = fold.lift(samples, old, lead=1, skip=False).moments
         batch = distributed.all_reduce(batch, axis_name)
         return _update(parts, batch, ema_decay)
+
+    with double():
+        return automatic(step, parts, samples, like=parts)
 
 
 @partial(jax.jit, static_argnames=("ema_decay",))

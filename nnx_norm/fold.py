@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nnx_norm import moments
+from nnx_norm.explicit import automatic
 from nnx_norm.extended import double, split
 from nnx_norm.moments import Moments
 from nnx_norm.reread import batch_sums
@@ -87,10 +88,16 @@ def _fold_inputs(
     rule: Rule,
     local: bool,
 ) -> tuple[Statistics, Statistics]:
-    with double():
+    old = value, residual
+
+    def step(*arrays: Any) -> tuple[Statistics, Statistics]:
+        value, residual, history, mask, weights = arrays
         read = partial(lift, lead=lead, skip=rule.skip, local=local)
         batch = read(history, value.moments, mask, weights)
         return advance(value, residual, batch, rule)
+
+    with double():
+        return automatic(step, *old, history, mask, weights, like=old)
 
 
 @partial(jax.jit, static_argnames=("rule",))
@@ -98,8 +105,13 @@ def fold_moments(
     value: Statistics, residual: Statistics, history: Emitted, *, rule: Rule
 ) -> tuple[Statistics, Statistics]:
     """Fold emitted moments `[*lead, *feat]` into statistics, as `fold_inputs`."""
-    with double():
+    old = value, residual
+
+    def step(value: Statistics, residual: Statistics, history: Emitted) -> Any:
         return advance(value, residual, _unite(history, rule.skip), rule)
+
+    with double():
+        return automatic(step, *old, history, like=old)
 
 
 @partial(jax.jit, static_argnames=("rule",))
@@ -114,7 +126,7 @@ def fold_statistics(
 
     for _ in range(value.counter.ndim):  # a population merges member by member
         step = jax.vmap(step)
-    return step(value, residual, other)
+    return automatic(step, value, residual, other, like=(value, residual))
 
 
 def lift(
@@ -155,7 +167,7 @@ def emit(x: list[jax.Array], running: Moments, *, lead: int, skip: bool) -> Emit
 def _emit(
     x: list[jax.Array], running: Moments, *, lead: int, skip: bool, local: bool
 ) -> Emitted:
-    with double():
+    def step(x: list[jax.Array], running: Moments) -> Emitted:
         read = partial(lift, lead=lead, skip=skip, local=local)
         batch, _, skipped = read(x, running)
         pairs = [split(mean) for mean in batch.mean]
@@ -166,6 +178,10 @@ def _emit(
             batch.count.astype(jnp.float32),
             skipped.astype(jnp.float32),
         )
+
+    mean, M2, count = running
+    with double():
+        return automatic(step, x, running, like=Emitted(mean, mean, M2, count, count))
 
 
 def _unite(history: Emitted, skip: bool) -> Lifted:

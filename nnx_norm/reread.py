@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from nnx_norm.explicit import automatic, features_of
 from nnx_norm.samples import float_dtype
 from nnx_norm.slices import careful_in_slices
 from nnx_norm.sums import FUSED_ON_CPU, WHOLE_ON_CPU, Sums, on_one_cpu, sums
@@ -97,6 +98,24 @@ def batch_sums(
       ...     float(b.sums[0].second[0]), float(b.rows), float(b.skipped)
       (0.5, 2.0, 1.0)
     """
+    step = partial(_batch_sums, lead=lead, skip=skip, local=local)
+    per_leaf: list[Any] = [features_of(x, lead) for x in leaves]
+    n: Any = jax.ShapeDtypeStruct((), jnp.float64)  # on no mesh: whole
+    arrays = list(leaves), shift, prior, mask, weights
+    return automatic(step, *arrays, like=BatchSums(per_leaf, per_leaf, n, n, n))
+
+
+def _batch_sums(
+    leaves: list[jax.Array],
+    shift: Sequence[jax.Array] | None,
+    prior: jax.Array | float,
+    mask: jax.Array | None,
+    weights: jax.Array | None,
+    *,
+    lead: int,
+    skip: bool,
+    local: bool | None,
+) -> BatchSums:
     floats = [float_dtype(x.dtype) for x in leaves]
     if shift is None:
         shift = [

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from nnx_norm import fold
+from nnx_norm.explicit import automatic, features_of, lies_on_explicit
 from nnx_norm.extended import double, join, split
 from nnx_norm.samples import align_leading
 
@@ -82,15 +83,23 @@ def advance(
       [[3.0, 1.0]]
     """
 
-    def step(value: Any, rest: Any, reward: Any) -> tuple[jax.Array, jax.Array]:
+    def step(value: Any, rest: Any, reward: Any, ended: Any) -> Any:
         # A product with zero would carry a NaN over into the next episode.
         history = jnp.where(align_leading(ended, value), 0.0, join(value, rest))
         return split(history * gamma + reward.astype(jnp.float64))
 
-    rewards = lax.stop_gradient(rewards)
+    def steps(returns: Any, residuals: Any, rewards: Any, ended: Any) -> Any:
+        leaves = zip(returns, residuals, rewards, strict=True)
+        pairs = [step(*leaf, ended) for leaf in leaves]
+        return [value for value, _ in pairs], [rest for _, rest in pairs]
+
+    arrays = returns, residuals, lax.stop_gradient(rewards), ended
+    after = [
+        was if lies_on_explicit(was) else reward
+        for was, reward in zip(returns, rewards, strict=True)
+    ]
     with double():
-        pairs = list(map(step, returns, residuals, rewards))
-    return [value for value, _ in pairs], [rest for _, rest in pairs]
+        return automatic(steps, *arrays, like=(after, after))
 
 
 @partial(jax.jit, static_argnames=("gamma", "rule"))
@@ -120,6 +129,26 @@ def fold_returns(
     Returns:
       New statistics, their residuals, and the running returns after the last step.
     """
+    step = partial(_fold_returns, gamma=gamma, rule=rule)
+    after = [
+        was if lies_on_explicit(was) else features_of(r, 1)
+        for was, r in zip(start, rewards, strict=True)
+    ]
+    arrays = value, residual, start, rewards, done, mask
+    return automatic(step, *arrays, like=(value, residual, after))
+
+
+def _fold_returns(
+    value: fold.Statistics,
+    residual: fold.Statistics,
+    start: list[jax.Array],
+    rewards: list[jax.Array],
+    done: jax.Array,
+    mask: jax.Array | None,
+    *,
+    gamma: float,
+    rule: fold.Rule,
+) -> tuple[fold.Statistics, fold.Statistics, list[jax.Array]]:
     valid = jnp.ones_like(done) if mask is None else mask
     read = valid & _finite(rewards) if rule.skip else valid
     last, returns = _scan_returns(start, rewards, done & valid, read, gamma)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nnx_norm.explicit import automatic
 from nnx_norm.extended import namespace, residual_of
 from nnx_norm.samples import align_leading, deviation, float_dtype
 
@@ -131,15 +132,19 @@ def leafwise(
     Returns:
       Arrays in the float dtypes of `xs` (float32 for integers).
     """
-    out = []
-    for x, mean, rest, spread in zip(xs, means, rests, spreads, strict=True):
-        dtype = float_dtype(x.dtype)
-        rest = residual_of(mean, rest)
-        std = divisor(spread.astype(dtype), count)
-        y = one(x, mean.astype(dtype), rest.astype(dtype), std)
-        kept = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else dtype
-        out.append(y.astype(kept))
-    return out
+
+    def scaled(xs: Any, means: Any, rests: Any, spreads: Any, count: Any) -> Any:
+        out = []
+        for x, mean, rest, spread in zip(xs, means, rests, spreads, strict=True):
+            dtype = float_dtype(x.dtype)
+            rest = residual_of(mean, rest)
+            std = divisor(spread.astype(dtype), count)
+            y = one(x, mean.astype(dtype), rest.astype(dtype), std)
+            kept = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else dtype
+            out.append(y.astype(kept))
+        return out
+
+    return automatic(scaled, xs, means, rests, spreads, count, like=xs)
 
 
 @partial(jax.jit, static_argnames=("function",), inline=INLINE)
