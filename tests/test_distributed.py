@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from nnx_norm.distributed import all_reduce, gather
 from nnx_norm.extended import double, join
@@ -508,10 +508,13 @@ def test_any_number_of_devices_holds_the_statistics_of_one(way, devices):
 SPLITS = [(None, "d"), ("d",), ("t", "d"), (None, "t", "d")]
 
 
-def sharded_update(split: tuple[Any, ...], features: int) -> str:
+def sharded_update(
+    split: tuple[Any, ...], features: int, kind: AxisType = AxisType.Auto
+) -> str:
     """The program of an update on a tree with such a history."""
     shape, names = ((2, 4), ("t", "d")) if "t" in split else ((8,), ("d",))
-    mesh = Mesh(np.reshape(jax.devices(), shape), names)
+    kinds = (kind,) * len(names)
+    mesh = Mesh(np.reshape(jax.devices(), shape), names, axis_types=kinds)
 
     def on_mesh(shape: tuple[int, ...], *spec: Any) -> Any:
         sharding = jax.NamedSharding(mesh, PartitionSpec(*spec))
@@ -528,9 +531,13 @@ def sharded_update(split: tuple[Any, ...], features: int) -> str:
     return str(compiled.as_text())
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_no_history_is_gathered_under_plain_jit(split):
-    program = sharded_update(split, 64)
+@pytest.mark.parametrize(
+    ("split", "kind"),
+    [*((s, AxisType.Auto) for s in SPLITS), (SPLITS[-1], AxisType.Explicit)],
+    ids=str,
+)
+def test_no_history_is_gathered_under_plain_jit(split, kind):
+    program = sharded_update(split, 64, kind)
     assert "all-reduce" in COLLECTIVES.findall(program)
     # Where features are split too, each device's flags; nothing else, not even sums.
     flags = re.findall(r"= (\w+\[\d+\])\S* all-gather", program)
