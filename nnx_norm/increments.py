@@ -52,7 +52,9 @@ from flax import nnx
 
 from nnx_norm import arguments
 from nnx_norm.ledger import listed, normalizers_in, refuse_other_dict, store
+from nnx_norm.processes import local_arrays
 from nnx_norm.statistics import RunningStatistics
+from nnx_norm.transfer import spans_processes
 
 PARTS = {"worker", "number", "after", "pending", "seen"}
 
@@ -93,6 +95,8 @@ class Collector:
           ValueError: There is no normalizer in `model`, or `worker` is negative.
         """
         self.seen: Any = nnx.clone(model)
+        if spans_processes(nnx.state(model)):  # a worker sees what is its own
+            nnx.update(self.seen, local_arrays(nnx.state(model)))
         self.worker = arguments.size(worker, "worker")
         self.number = 0
         self.pending: tuple[dict[str, Any], ...] = ()

@@ -18,7 +18,8 @@ from nnx_norm.buffers import Buffers, Parts, joined, separated
 from nnx_norm.extended import double
 from nnx_norm.serialization import exact
 from nnx_norm.spec import Spec, parse
-from nnx_norm.storage import NormalizerStatistics, Printed, on_host
+from nnx_norm.storage import NormalizerStatistics, Printed
+from nnx_norm.transfer import on_host
 from nnx_norm.tree import canonicalize
 
 PyTree = Any

@@ -14,7 +14,8 @@ from nnx_norm import arguments
 from nnx_norm.fold import Statistics
 from nnx_norm.inspection import normalizers
 from nnx_norm.statistics import RunningStatistics
-from nnx_norm.storage import NormalizerStatistics, placed_like
+from nnx_norm.storage import NormalizerStatistics
+from nnx_norm.transfer import placed_like
 from nnx_norm.tree import is_mapping
 
 INCREMENT = {"worker", "number", "after", "statistics"}

@@ -198,7 +198,7 @@ class Normalizer(RunningStatistics, StatefulModule):
             return
         mask = masks.mask_array(mask, lead)
         weights = masks.weight_array(weights, lead, mask)
-        old = self._statistics_here()
+        old = self._statistics_here(samples, "history")
         if not self.frozen:
             step = partial(fold.fold_inputs, lead=len(lead), rule=self._rule)
             self._write(*step(*old, samples, mask, weights))
@@ -210,7 +210,7 @@ class Normalizer(RunningStatistics, StatefulModule):
                 'weights can be applied; make the normalizer with emit="inputs".'
             )
         emitted = jax.lax.stop_gradient(validation.emitted(self.spec, history))
-        old = self._statistics_here()
+        old = self._statistics_here(emitted, "history")
         if self.spec.kept and not self.frozen:
             self._write(*fold.fold_moments(*old, emitted, rule=self._rule))
 

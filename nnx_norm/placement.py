@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +18,7 @@ from jax.tree_util import keystr
 from nnx_norm.distributed import refuse_unequal
 from nnx_norm.returns import RunningReturn
 from nnx_norm.statistics import NormalizerStatistics
+from nnx_norm.transfer import digest, moved
 
 Model = TypeVar("Model", bound=nnx.Module)
 Axes = str | tuple[str, ...] | None
@@ -41,7 +41,9 @@ def place(
     sharding: one `P(None, "data", "model")` asks for `environments="data"` and
     `features="model"`. Call it outside jit, again after statistics came from elsewhere
     (a port's state dict, a restore onto other devices). On a mesh over several
-    processes every process calls it, and all refuse where their values differ.
+    processes every process calls it, and all refuse where one has other values or
+    settings, or places them elsewhere; only what is split over processes already isn't
+    compared.
     Parameters and what else is in the model stay where they are.
 
     Args:
@@ -49,7 +51,8 @@ def place(
         `nnx.eval_shape`, which becomes a template to restore into.
       mesh: The mesh that histories are sharded over, Auto or Explicit.
       environments: Mesh axis, or axes, that environments are split over: running
-        returns are then, too. None replicates them.
+        returns are then, too. None replicates them, which an update on an Auto mesh
+        undoes where the rewards are split.
       features: Mesh axis that the first feature axis is split over, or the
         `PartitionSpec` of all feature axes, for very wide observations: what has
         features is split like them. A leaf with fewer axes, or that it doesn't divide,
@@ -80,12 +83,18 @@ def place(
             f"mesh is {type(mesh).__name__}; expected a Mesh, such as "
             'jax.make_mesh((jax.device_count(),), ("devices",)).'
         )
+    found = list(_variables(model))
+    if len({device.process_index for device in mesh.devices.flat}) > 1:
+        _refuse_others(
+            found,
+            model,
+            mesh=_told(mesh),
+            environments=repr(environments),
+            features=repr(features),
+        )
     spec = PartitionSpec(features) if isinstance(features, str) else features
     axes = () if spec is None else tuple(spec)
     _refuse_unknown(mesh, environments=environments, features=axes)
-    found = list(_variables(model))
-    if len({device.process_index for device in mesh.devices.flat}) > 1:
-        _refuse_other_values(found)
     # Other kinds, such as a ledger's numbers, have neither features nor environments.
     chosen = {
         NormalizerStatistics: partial(_split_features, mesh, axes),
@@ -123,35 +132,38 @@ def _on(
     """The value of one Variable with every leaf on the mesh, whole without `split`."""
 
     def move(keys: Any, leaf: Any) -> Any:
-        name = _named(path, keys)
+        name = _named(path, keystr(keys))
         if isinstance(leaf, Tracer):
             raise TypeError(f"place got a traced {name}; call it outside jit.")
         entries = (None,) * members
         entries += split(tuple(leaf.shape[members:]), name) if split else ()
         spec = _as_jax_writes(mesh, entries, len(leaf.shape))
-        return _moved(leaf, NamedSharding(mesh, spec))
+        return moved(leaf, NamedSharding(mesh, spec))
 
     return jax.tree_util.tree_map_with_path(move, variable.get_value())
 
 
-def _named(path: tuple[Any, ...], keys: Any) -> str:
-    """What a leaf of a Variable is called in messages."""
-    return ".".join(map(str, path)) + keystr(keys)
+def _named(path: tuple[Any, ...], inside: str) -> str:
+    """What something inside a module or Variable is called in messages."""
+    return (".".join(map(str, path)) + inside).removeprefix(".")
 
 
-def _refuse_other_values(
-    found: list[tuple[tuple[Any, ...], nnx.Variable, int]],
-) -> None:
-    """Raise on every process where one has other statistics: they would stay apart."""
-    told = {}
+def _refuse_others(found: list[Found], model: nnx.Module, **arguments: str) -> None:
+    """Raise on every process where one has another model, or places it elsewhere.
+
+    It would stay apart from the others, or wait for them in another program.
+    """
+    told = dict(arguments)
+    owners = {path[:-1] for path, _, _ in found}
+    for path, node in nnx.iter_graph(model):
+        if path in owners:
+            told |= {_named(path, f".{k}"): v for k, v in _settings(node).items()}
     for path, variable, _ in found:
         leaves = jax.tree_util.tree_leaves_with_path(variable.get_value())
         for keys, leaf in leaves:
-            what = f"{leaf.dtype} {tuple(leaf.shape)}"
-            if isinstance(leaf, (np.ndarray, jax.Array)) and _is_here(leaf):
-                bits = np.asarray(leaf).tobytes()
-                what += f" of digest {hashlib.blake2b(bits, digest_size=6).hexdigest()}"
-            told[_named(path, keys)] = what
+            bits = digest(leaf)
+            rest = "" if bits is None else f" of digest {bits}"
+            told[_named(path, keystr(keys))] = f"{leaf.dtype} {tuple(leaf.shape)}{rest}"
     refuse_unequal(
         told,
         hint="Start or restore every process alike, or send one's statistics to the "
@@ -159,10 +171,21 @@ def _refuse_other_values(
     )
 
 
-def _is_here(leaf: Any) -> bool:
-    """Whether a leaf is concrete, and this process has all of it."""
-    traced = isinstance(leaf, Tracer)
-    return not traced and (isinstance(leaf, np.ndarray) or leaf.is_fully_addressable)
+def _settings(module: Any) -> dict[str, str]:
+    """What a module with statistics was made with, its spec, and whether it folds."""
+    plain = (bool, int, float, str, tuple, type(None))
+    told = {k: repr(v) for k, v in vars(module).items() if isinstance(v, plain)}
+    spec = getattr(module, "spec", None)
+    if spec is not None:
+        told["spec"] = f"{spec.describe()} without {spec.excluded_names}"
+    return told
+
+
+def _told(mesh: Mesh) -> str:
+    """A mesh in a message: shape, kinds and devices."""
+    kinds = "/".join(sorted({kind.name for kind in mesh.axis_types}))
+    devices = np.array([device.id for device in mesh.devices.flat])
+    return f"{dict(mesh.shape)} ({kinds}) with devices of digest {digest(devices)}"
 
 
 def _as_jax_writes(mesh: Mesh, entries: tuple[Any, ...], ndim: int) -> PartitionSpec:
@@ -199,22 +222,6 @@ def _split_environments(
             f"{_devices(mesh, axis)} devices along {axis!r}."
         )
     return (axis,)
-
-
-def _moved(leaf: Any, sharding: NamedSharding) -> Any:
-    """A leaf with another sharding; a leaf of another process's devices too."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    if getattr(leaf, "sharding", None) == sharding:
-        return leaf
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        if not leaf.is_fully_replicated:
-            return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
-        leaf = leaf.addressable_data(0)
-    # No device_put: it can't reach other processes' devices without asking them, and
-    # shares the memory of what it is given. A copy: the memory may become a buffer.
-    host = np.array(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i].copy())
 
 
 def _refuse_unknown(mesh: Mesh, **given: Any) -> None:

@@ -15,11 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from nnx_norm.distributed import refuse_unequal
+from nnx_norm.transfer import digest, spans_processes
 
 PyTree = Any
 
@@ -115,6 +117,53 @@ def local_arrays(tree: PyTree) -> PyTree:
         )
 
     return jax.tree_util.tree_map_with_path(own, tree)
+
+
+def refuse_local(samples: PyTree, statistics: PyTree, name: str) -> None:
+    """Raise where a process would fold its own samples into the statistics of all.
+
+    JAX takes them for the same on every process, and goes on with other numbers on
+    each. Inside jit nobody can tell.
+
+    Args:
+      samples: Arrays to fold.
+      statistics: What they are folded into.
+      name: What the samples are called in the message.
+
+    Raises:
+      ValueError: The statistics lie on several processes, and samples don't.
+    """
+    if not spans_processes(statistics):
+        return
+    for leaf in jax.tree.leaves(samples):
+        if not isinstance(leaf, Tracer) and not spans_processes(leaf):
+            raise ValueError(
+                f"{name} of shape {np.shape(leaf)} is this process's alone, and the "
+                "statistics lie on several processes, which would drift apart. Make "
+                f"it {name} of all with global_arrays; or go on alone, with "
+                "nnx.update(model, local_arrays(nnx.state(model)))."
+            )
+
+
+def refuse_apart(new: PyTree, statistics: PyTree) -> None:
+    """Raise on every process if they are about to store or to merge other values.
+
+    Args:
+      new: Concrete values to store or to merge, of this process.
+      statistics: What they go into.
+
+    Raises:
+      ValueError: The statistics lie on several processes, and `new` isn't the same on
+        all of these.
+    """
+    if spans_processes(statistics):
+        found = {"statistics to take": f"some of digest {digest(new)}"}
+        refuse_unequal(
+            found,
+            hint="Statistics that lie on several processes take the same on each, at "
+            "the same point. Unite what each has with all_reduce_processes, or send "
+            "it to the others.",
+        )
 
 
 def _split(mesh: Mesh, axis: int) -> NamedSharding:

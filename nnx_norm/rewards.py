@@ -138,7 +138,7 @@ class RewardNormalizer(RunningStatistics):
         done = masks.flags(terminated, lead, "terminated", valid)
         if truncated is not None:
             done |= masks.flags(truncated, lead, "truncated", valid)
-        old = self._statistics_here()
+        old = self._statistics_here(samples, "rewards")
         if self.frozen:
             return
         rule = fold.Rule(skip=self.nonfinite == "skip", axis_name=self.axis_name)

@@ -17,6 +17,7 @@ from nnx_norm.buffers import Buffers
 from nnx_norm.distributed import AxisName
 from nnx_norm.extended import double
 from nnx_norm.lazy import LazyStatistics
+from nnx_norm.processes import refuse_apart, refuse_local
 from nnx_norm.scaling import AddedStd, Scale, Unscale, clipped, leafwise
 from nnx_norm.spec import Spec, parse
 from nnx_norm.state_dicts import is_numbers
@@ -103,8 +104,10 @@ class RunningMeanStd(LazyStatistics):
         spec, samples, number = self._batch(x, "x")
         # Other devices may have samples where this one has none.
         if number or (samples and self.axis_name is not None):
+            old = self._read(spec)
+            refuse_local(samples, old, "x")
             new = buffers.record(
-                self._read(spec),
+                old,
                 samples,
                 ema_decay=self.ema_decay,
                 axis_name=self.axis_name,
@@ -140,9 +143,11 @@ class RunningMeanStd(LazyStatistics):
         filled = partial(arguments.float64_leaves, spec, spec.features)
         means, variances = filled(mean, "mean"), filled(var, "var", minimum=0.0)
         n = arguments.float64_array(count, (), "count", minimum=0.0)
+        old = self._read(spec)
+        refuse_apart((means, variances, n), old)
         with double():
             batch = jax.tree.map(jnp.asarray, Buffers(means, variances, n))
-            new = buffers.update(self._read(spec), batch, ema_decay=self.ema_decay)
+            new = buffers.update(old, batch, ema_decay=self.ema_decay)
         self._write(spec, new)
 
     def normalize(self, x: PyTree, un_norm: bool = False) -> PyTree:

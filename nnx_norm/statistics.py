@@ -19,11 +19,13 @@ from nnx_norm.arguments import float64_array
 from nnx_norm.extended import double, join
 from nnx_norm.fold import Statistics
 from nnx_norm.moments import Moments
+from nnx_norm.processes import refuse_apart
 from nnx_norm.samples import align_leading
 from nnx_norm.scaling import Divisor, spreads, variance_of
 from nnx_norm.serialization import exact
 from nnx_norm.storage import NormalizerStatistics as NormalizerStatistics
-from nnx_norm.storage import StoredStatistics, on_host, placed_like
+from nnx_norm.storage import StoredStatistics
+from nnx_norm.transfer import copied_like, on_host, placed_like, spans_processes
 from nnx_norm.tree import is_mapping
 
 PyTree = Any
@@ -75,21 +77,26 @@ class RunningStatistics(StoredStatistics):
     def copy_from(self, other: RunningStatistics) -> None:
         """Take over the statistics of another normalizer, in buffers of our own.
 
-        Settings and the frozen flag stay.
+        Settings and the frozen flag stay, and where these statistics lie, on a mesh or
+        on a device.
 
         Args:
           other: Normalizer of the same structure and shapes.
 
         Raises:
           TypeError: `other` is something else.
-          ValueError: The structure or a shape differs.
+          ValueError: The structure or a shape differs; or these statistics lie on
+            several processes, and what each takes over differs.
         """
         if not isinstance(other, RunningStatistics):
             raise TypeError(
                 f"copy_from got {type(other).__name__}; expected a normalizer."
             )
         self._refuse_unlike(other, "copy_from")
-        self._write(*jax.tree.map(jnp.copy, other._read()))
+        new, old = other._read(), self._read()
+        if not spans_processes(new):  # else they have it from one another
+            refuse_apart(new, old)
+        self._write(*jax.tree.map(copied_like, new, old))
 
     def merge_from(
         self, other: RunningStatistics | Moments | Mapping[str, Any]
@@ -101,7 +108,9 @@ class RunningStatistics(StoredStatistics):
         `nnx_norm.increments`. Settings apply as in an update: while frozen or from
         `max_count` on nothing is merged, `decay` forgets once if there are samples,
         and a sum that float32 can't hold is skipped. No device is asked: under an
-        `axis_name` every one must merge the same.
+        `axis_name` every one must merge the same. Statistics that lie on several
+        processes are merged into by all of these, the same at the same point; what
+        each has of its own goes through `all_reduce_processes` first.
 
         Args:
           other: A normalizer of the same structure and shapes; or its `to_dict`, of
@@ -111,7 +120,8 @@ class RunningStatistics(StoredStatistics):
         Raises:
           TypeError: `other` is something else.
           ValueError: The structure or a shape differs, a value is out of range, or
-            `other` is this normalizer; nothing has changed then.
+            `other` is this normalizer, or processes were to merge different samples;
+            nothing has changed then.
 
         Example:
           >>> from nnx_norm import Normalizer
@@ -134,8 +144,11 @@ class RunningStatistics(StoredStatistics):
             )
         if isinstance(other, RunningStatistics):
             self._refuse_unlike(other, "merge_from")
-            with double():
-                return jax.jit(fold.joined)(*other._read())
+            theirs = other._read()
+            if any(isinstance(v, Tracer) for v in jax.tree.leaves(theirs)):
+                with double():
+                    return jax.jit(fold.joined)(*theirs)
+            return other._statistics64()  # by the host: it may lie elsewhere
         if isinstance(other, Moments):
             return self._statistics_of_moments(other)
         if is_mapping(other):
@@ -164,6 +177,7 @@ class RunningStatistics(StoredStatistics):
         """Fold float64 statistics that fit."""
         rule = dataclasses.replace(self._rule, axis_name=None)
         if not self.frozen:
+            refuse_apart(other, self._read())
             with double():  # what comes is float64
                 old, other = jax.lax.stop_gradient((self._read(), other))
                 new = fold.fold_statistics(*old, other, rule=rule)

@@ -8,14 +8,15 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
 from nnx_norm import arguments
 from nnx_norm.extended import double
 from nnx_norm.fold import Statistics, joined, separated
+from nnx_norm.processes import refuse_apart, refuse_local
 from nnx_norm.spec import Spec
+from nnx_norm.transfer import on_host, placed_like
 
 PyTree = Any
 
@@ -108,9 +109,15 @@ class StoredStatistics(Printed):
             flat(rest["mean"]), flat(rest["M2"]), rest["counter"], rest["skipped"]
         )
 
-    def _statistics_here(self) -> tuple[Statistics, Statistics]:
-        """Values and residuals, once they are known to have the spec's shapes."""
+    def _statistics_here(
+        self, samples: PyTree = (), name: str = ""
+    ) -> tuple[Statistics, Statistics]:
+        """Values and residuals, once they are known to have the spec's shapes.
+
+        And to lie where `samples` may be folded into them, which messages call `name`.
+        """
         value, residual = self._read()
+        refuse_local(samples, value, name)
         shapes = tuple(v.shape for v in value.mean)
         if shapes != self.spec.features:
             raise ValueError(
@@ -148,29 +155,8 @@ class StoredStatistics(Printed):
         NumPy arrays are split on the host: nothing is compiled.
         """
         arguments.refuse_torn(self.spec, *statistics.moments)
+        old = self._read()
+        refuse_apart(statistics, old)
         with double():  # for what is traced
             new = separated(statistics)
-        self._write(*jax.tree.map(placed_like, new, self._read()))
-
-
-def on_host(tree: PyTree) -> PyTree:
-    """A tree of NumPy arrays; raises where it is traced."""
-    return jax.tree.map(np.asarray, jax.device_get(tree))
-
-
-def placed_like(new: Any, old: Any) -> jax.Array:
-    """`new` with the sharding of `old`, where both are concrete and that was chosen.
-
-    Args:
-      new: Array of JAX, or of NumPy that nobody else holds.
-      old: Array of JAX; or of NumPy, as a restored state may hold.
-
-    Returns:
-      An array of JAX.
-    """
-    if isinstance(new, Tracer) or isinstance(old, Tracer):
-        return jnp.asarray(new)
-    # Unless somebody said where it belongs: committed to one device it would no longer
-    # go with a history on a mesh. (`asarray` would compile a program for each shape.)
-    chosen = getattr(old, "committed", False)
-    return jax.device_put(new, old.sharding if chosen else None)
+        self._write(*jax.tree.map(placed_like, new, old))

@@ -15,9 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from launcher import tell
 
 from nnx_norm import (
+    Collector,
     Normalizer,
     NormalizerStatistics,
     RewardNormalizer,
+    RunningMeanStd,
     check_statistics,
     distributed,
     moments,
@@ -95,6 +97,7 @@ def everything(rank: int, size: int, end: str) -> None:
     alone(rank, size, mesh, mine[0])
     tell("moments", listed(united(mine)))
     refusals(rank, mesh, mine[0])
+    apart(rank, mesh, mine[0])
     leave(rank, mesh, whole[0]["history"], end)
 
 
@@ -164,6 +167,7 @@ def refusals(rank: int, mesh: Mesh, mine: dict[str, Any]) -> None:
     ints = {**x, "b": x["b"].astype(np.int32)}
     text = {**x, "b": "text"}
     spec: Any = P()
+    reverse = Mesh(mesh.devices[::-1], mesh.axis_names, axis_types=mesh.axis_types)
     calls: dict[str, Callable[[], Any]] = {
         "shape": lambda: global_arrays(fewer if odd else x, mesh),
         "structure": lambda: global_arrays({"a": x["a"]} if odd else x, mesh),
@@ -178,7 +182,16 @@ def refusals(rank: int, mesh: Mesh, mine: dict[str, Any]) -> None:
         ),
         "placement": lambda: global_arrays(x, spec if odd else mesh),
         "no placement": lambda: global_arrays(x, spec),
-        "values": lambda: place(Normalizer(1, initial_std=2.0 + odd), mesh),
+        "setting": lambda: place(Normalizer(1, initial_std=2.0 + odd), mesh),
+        "frozen": lambda: place(frozen(odd), mesh),
+        "mesh": lambda: place(Normalizer(1), reverse if odd else mesh),
+        "environments": lambda: place(
+            RewardNormalizer(0.9, num_envs=B), mesh, environments="d" if odd else None
+        ),
+        "features": lambda: place(Normalizer(8), mesh, features="d" if odd else None),
+        "unknown axis": lambda: place(
+            Normalizer(1), mesh, environments="none" if odd else None
+        ),
         "other values": lambda: place(set_to(3.0 + odd), mesh),
         "replicated": lambda: global_arrays(x, NamedSharding(mesh, P())),
         "indivisible": lambda: global_arrays(np.ones((2, 3, 3)), mesh),
@@ -192,6 +205,48 @@ def set_to(mean: float) -> Normalizer:
     norm = Normalizer(2)
     norm.set_statistics(mean, 1.0, 7)
     return norm
+
+
+def frozen(flag: bool) -> Normalizer:
+    norm = Normalizer(2)
+    if flag:
+        norm.freeze()
+    return norm
+
+
+def apart(rank: int, mesh: Mesh, mine: dict[str, Any]) -> None:
+    """What only one process has, and the statistics of all."""
+    x, odd, norm = mine["rewards"][..., None], rank == 1, place(set_to(3.0), mesh)
+    rewards = place(RewardNormalizer(0.9, num_envs=x.shape[1]), mesh)
+    port = place(RunningMeanStd(1), mesh)
+    one = place(Normalizer(1), mesh)
+    before = bytes_of(norm)
+    calls: dict[str, Callable[[], Any]] = {
+        "history": lambda: one.update_statistics(x),
+        "rewards": lambda: rewards.update(mine["rewards"], mine["ends"]),
+        "port": lambda: port.record_moments(x[0]),
+        "port moments": lambda: port.update_from_moments(0.0 + odd, 1.0, 3),
+        "merge": lambda: norm.merge_from(set_to(4.0 + odd)),
+        "merge dict": lambda: norm.merge_from(set_to(4.0 + odd).to_dict()),
+        "set": lambda: norm.set_statistics(4.0 + odd, 1.0, 7),
+        "load": lambda: norm.load_dict(set_to(4.0 + odd).to_dict()),
+        "copy": lambda: norm.copy_from(set_to(4.0 + odd)),
+    }
+    tell("apart", {name: refusal(call) for name, call in calls.items()})
+    tell("unchanged", bytes_of(norm) == before and not one.count)
+
+    norm.merge_from(set_to(3.0))  # the same everywhere
+    copied, merged = Normalizer(2), Normalizer(2)
+    copied.copy_from(norm)
+    merged.merge_from(norm)
+    collector = Collector(one, rank)
+    collector.seen.update_statistics(x)
+    tell("together", [v.count for v in (norm, copied, merged, collector.seen)])
+    arrays = jax.tree.leaves(nnx.state([copied, merged, collector.seen]))
+    tell("taken here", all(v.is_fully_addressable for v in arrays))
+
+    nnx.jit(Normalizer.update_statistics)(one, x)  # which nobody can see
+    tell("drifted", refusal(lambda: place(one, mesh)))
 
 
 def leave(rank: int, mesh: Mesh, history: Any, end: str) -> None:

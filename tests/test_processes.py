@@ -42,6 +42,7 @@ def test_processes_are_one_until_one_leaves(size: int, devices: int, end: str):
         inputs_are_local(results, rank, size)
         one_goes_on_alone(results, rank, size)
         refuses_as_all_do(results["refusals"], size)
+        nobody_drifts_apart(results, size)
     statistics_are_those_of_one_process(told)
     survivors_end_by_themselves(ranks, told, end)
 
@@ -103,6 +104,12 @@ def refuses_as_all_do(refusals: dict[str, Any], size: int) -> None:
         "placement": "placement: P(None, 'd') over {'d': 4} on "
         f"{others}, {P()} on process 1",
         "no placement": f"TypeError: placement is {P()!r}; expected a Mesh",
+        "setting": f"initial_std: 2.0 on {others}, 3.0 on process 1",
+        "frozen": f"frozen: False on {others}, True on process 1",
+        "mesh": "mesh: {'d': 4} (Explicit) with devices of digest ",
+        "environments": f"environments: None on {others}, 'd' on process 1",
+        "features": f"features: None on {others}, 'd' on process 1",
+        "unknown axis": f"environments: None on {others}, 'none' on process 1",
         "other values": f"mean: float32 (2,) of digest {digest(3.0)} on {others}, "
         f"float32 (2,) of digest {digest(4.0)} on process 1\nStart or restore every",
         "replicated": f"local['a'] of shape (4, {each}, 3) becomes one of shape (4, ",
@@ -110,7 +117,6 @@ def refuses_as_all_do(refusals: dict[str, Any], size: int) -> None:
         "no axis": "local['a'] has shape (3,); expected 2 axes or more",
         "global": "local['a'] is an array that is global already, float32 (4, 8, 3)",
     }
-    assert refusals.pop("values")[0] == "accepted"  # a setting is no statistic
     if size == 4:  # a device for each: nothing to divide
         assert refusals.pop("indivisible")[0] == "accepted"
         del words["indivisible"]
@@ -122,6 +128,21 @@ def refuses_as_all_do(refusals: dict[str, Any], size: int) -> None:
 def digest(mean: float) -> str:
     bits = np.full(2, mean, np.float32).tobytes()
     return hashlib.blake2b(bits, digest_size=6).hexdigest()
+
+
+def nobody_drifts_apart(results: dict[str, Any], size: int) -> None:
+    others = "process 0" if size == 2 else "processes 0, 2, 3"
+    said = {name: told for name, (told, _) in results["apart"].items()}
+    alone = ("history", "rewards", "port")
+    for name in alone:
+        assert "is this process's alone" in said[name]
+    assert "history of shape (4, " in said["history"]
+    for name in said.keys() - set(alone):
+        assert f"on {others}, some of digest" in said[name], name
+        assert said[name].startswith("ValueError"), name
+    assert results["unchanged"] and results["taken here"]
+    assert results["together"] == [14, 14, 14, T * B // size]
+    assert "of digest" in results["drifted"][0] and "mean" in results["drifted"][0]
 
 
 def one_goes_on_alone(results: dict[str, Any], rank: int, size: int) -> None:
