@@ -41,7 +41,7 @@ class Tally(StatefulModule):
     """Sum and number of the rows it saw: the smallest stats-bearing module."""
 
     def __init__(self):
-        self.total = Seen(jnp.zeros(F))
+        self.total = Seen(jnp.zeros(F, jnp.float32))
         self.rows = Seen(jnp.float32(0))
 
     def __call__(self, state, x, rollout_extras=None):
@@ -52,7 +52,9 @@ class Tally(StatefulModule):
     def update_statistics(self, rollout_extras, *, mask=None):
         if rollout_extras.shape[-1] != F:
             raise ValueError("history has the wrong number of features")
-        valid = jnp.ones(rollout_extras.shape[:-1]) if mask is None else mask
+        valid = (
+            jnp.ones(rollout_extras.shape[:-1], jnp.float32) if mask is None else mask
+        )
         weight = valid.astype(jnp.float32)
         total = (rollout_extras * weight[..., None]).sum(tuple(range(weight.ndim)))
         self.total.set_value(self.total.get_value() + total)
@@ -70,7 +72,7 @@ class Memory(StatefulModule):
     """The sum of an episode's inputs, and a loss per environment."""
 
     def initialize_state(self, batch_size):
-        return jnp.zeros((batch_size, F))
+        return jnp.zeros((batch_size, F), jnp.float32)
 
     def reset_state(self, prev_state):
         return jnp.zeros_like(prev_state)
@@ -84,7 +86,7 @@ class Duck:
     """The four methods and nothing else: no nnx, an output of its own kind."""
 
     def initialize_state(self, batch_size):
-        return jnp.zeros(batch_size)
+        return jnp.zeros(batch_size, jnp.float32)
 
     def reset_state(self, prev_state):
         return prev_state * 0
@@ -151,7 +153,7 @@ def graph():
     return Sequential(
         [
             Tally(),
-            Delay(jnp.zeros(F), 2),
+            Delay(jnp.zeros(F, jnp.float32), 2),
             linear(1),
             Parallel(b=Sequential([Tally(), double]), a=Memory()),
             Concat(b=linear(2, 2), a=Tally()),

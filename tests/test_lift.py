@@ -44,7 +44,7 @@ def test_a_lifted_layer_trains():
 
 
 def test_a_lifted_partial_keeps_its_arrays_in_sight_of_nnx():
-    lifted = Lift(jax.tree_util.Partial(jnp.add, jnp.ones(F)))
+    lifted = Lift(jax.tree_util.Partial(jnp.add, jnp.ones(F, jnp.float32)))
     assert len(jax.tree.leaves(nnx.state(lifted))) == 1
     out = nnx.jit(lambda m, x: m((), x).output)(lifted, batch())
     assert_same(out, batch() + 1)

@@ -219,7 +219,11 @@ def test_equal_graphs_share_one_trace():
     jitted = nnx.jit(run)
     for seed in range(3):
         net = Sequential(
-            [linear(seed), jax.nn.tanh, Delay({"x": jnp.ones(F)}, 2, float("nan"))]
+            [
+                linear(seed),
+                jax.nn.tanh,
+                Delay({"x": jnp.ones(F, jnp.float32)}, 2, float("nan")),
+            ]
         )
         net.layers[1] = Parallel(x=Lift(jax.nn.tanh))
         jitted(net, net.initialize_state(B), batch(seed))
@@ -245,7 +249,7 @@ def by_nnx_scan(net, state, x):
     def step(net, carry):
         return carry, forward(net, state, x)
 
-    return jax.tree.map(lambda leaf: leaf[0], step(net, jnp.zeros(()))[1])
+    return jax.tree.map(lambda leaf: leaf[0], step(net, jnp.zeros((), jnp.float32))[1])
 
 
 def by_vmap(vmap):
@@ -332,7 +336,7 @@ def test_eval_shape_knows_the_forward():
 
 def test_a_state_is_a_scan_carry_and_gradients_flow_through_time():
     """What went into a delay at step 0 has its gradient when it comes out."""
-    net = Sequential([jnp.square, Delay(jnp.zeros(F), 2), Memory()])
+    net = Sequential([jnp.square, Delay(jnp.zeros(F, jnp.float32), 2), Memory()])
 
     def last(xs):
         return rollout(net, xs)[1][0][-1].sum()
@@ -391,12 +395,14 @@ def flat(xs):
 
 @libraries
 def test_a_normalizer_behind_a_delay_folds_the_filler_too(library):
-    net = library.Sequential([Delay(jnp.zeros(F), 2, initial_value=7), Normalizer(F)])
+    net = library.Sequential(
+        [Delay(jnp.zeros(F, jnp.float32), 2, initial_value=7), Normalizer(F)]
+    )
     xs = 3 + batch(0, T, B)
     learn(net, xs)
     late = np.concatenate([np.full((2, B, F), 7.0), np.asarray(xs)[:-2]])
     assert_folded(net[1], flat(late), times=2)
-    ahead = library.Sequential([Normalizer(F), Delay(jnp.zeros(F), 2)])
+    ahead = library.Sequential([Normalizer(F), Delay(jnp.zeros(F, jnp.float32), 2)])
     learn(ahead, xs)
     assert_folded(ahead[0], flat(xs), times=2)
 

@@ -62,7 +62,7 @@ def log_prob(mean: jax.Array, action: jax.Array) -> jax.Array:
 
 
 def observe(pos: jax.Array) -> dict[str, jax.Array]:
-    return {"pos": 100 + 10 * pos, "goal": jnp.full(pos.shape, 3.0)}
+    return {"pos": 100 + 10 * pos, "goal": jnp.full_like(pos, 3.0)}
 
 
 @nnx.jit
@@ -73,7 +73,7 @@ def act(agent: Agent, key: jax.Array) -> Rollout:
         state, pos, t = carry
         obs = observe(pos)
         out = agent.net(state, obs)
-        noise = jax.random.normal(jax.random.fold_in(key, now), (B, 2))
+        noise = jax.random.normal(jax.random.fold_in(key, now), (B, 2), jnp.float32)
         action = out.output["actor"] + noise
         t, moved = t + 1, pos + 0.1 * action
         cut = t >= LIMIT
@@ -88,7 +88,7 @@ def act(agent: Agent, key: jax.Array) -> Rollout:
         )
         return (out.next_state, pos, jnp.where(cut, 0, t)), seen
 
-    start = jnp.linspace(-1, 1, 2 * B).reshape(B, 2)
+    start = jnp.linspace(-1, 1, 2 * B, dtype=jnp.float32).reshape(B, 2)
     first = (agent.net.initialize_state(B), start, jnp.arange(B) % LIMIT)
     return jax.lax.scan(step, first, jnp.arange(T))[1]
 
@@ -218,7 +218,9 @@ def test_the_update_folds_each_stored_input_once():
 
 PATHS = {
     "rollout": lambda a, r: act(a, jax.random.key(5)),
-    "forward": lambda a, r: a.net(a.net.initialize_state(B), observe(jnp.ones((B, 2)))),
+    "forward": lambda a, r: a.net(
+        a.net.initialize_state(B), observe(jnp.ones((B, 2), jnp.float32))
+    ),
     "replay": lambda a, r: replayed(a.net, r),
     "normalize": lambda a, r: a.net[0].normalize(r.obs),
     "denormalize": lambda a, r: a.net[0].denormalize(r.obs),

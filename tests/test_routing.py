@@ -68,7 +68,9 @@ def test_a_child_is_whatever_has_the_methods():
     net = Sequential([Duck(), Parallel(a=Duck())])
     out = net(net.initialize_state(B), batch())
     assert_same(out.output, {"a": batch() * 4})
-    assert_same(out.next_state, [jnp.ones(B), {"a": jnp.ones(B)}])
+    assert_same(
+        out.next_state, [jnp.ones(B, jnp.float32), {"a": jnp.ones(B, jnp.float32)}]
+    )
     assert_same(net.reset_state(out.next_state), net.initialize_state(B))
     net.update_statistics(out.rollout_extras)
 
@@ -77,7 +79,7 @@ def test_a_child_is_whatever_has_the_methods():
 @pytest.mark.parametrize("inner", LIBRARIES, ids=lambda m: "in:" + m.__name__)
 def test_containers_nest_in_those_of_other_libraries(outer, inner):
     def build():
-        heads = inner.Parallel(a=Tally(), b=Delay(jnp.zeros(F), 1))
+        heads = inner.Parallel(a=Tally(), b=Delay(jnp.zeros(F, jnp.float32), 1))
         return outer.Sequential([inner.Sequential([Lift(jnp.cos), Tally()]), heads])
 
     net, xs = build(), batch(0, T, B)
@@ -104,7 +106,11 @@ def test_replay_returns_what_came_in_and_hands_each_child_its_own(library):
             return super().__call__(state, x, rollout_extras)
 
     net = library.Sequential(
-        [Spy(), Delay(jnp.zeros(F), 1), library.Parallel(a=Spy(), b=Lift(jnp.tanh))]
+        [
+            Spy(),
+            Delay(jnp.zeros(F, jnp.float32), 1),
+            library.Parallel(a=Spy(), b=Lift(jnp.tanh)),
+        ]
     )
     state, x = net.initialize_state(B), batch()
     emitted = net(state, x).rollout_extras
@@ -207,8 +213,8 @@ class Sampler(Memory):
     """No statistics: parameters and random keys only."""
 
     def __init__(self):
-        self.kernel = nnx.Param(jnp.ones(F))
-        self.lora = nnx.LoRAParam(jnp.ones(F))
+        self.kernel = nnx.Param(jnp.ones(F, jnp.float32))
+        self.lora = nnx.LoRAParam(jnp.ones(F, jnp.float32))
         self.rngs = nnx.Rngs(0)
 
     def update_statistics(self, rollout_extras):  # pyright: ignore
@@ -258,7 +264,9 @@ class Weighted(Tally):
     """Takes weights as `Normalizer` does."""
 
     def update_statistics(self, rollout_extras, *, mask=None, weights=None):
-        valid = jnp.ones((T, B)) if mask is None else mask.astype(jnp.float32)
+        valid = (
+            jnp.ones((T, B), jnp.float32) if mask is None else mask.astype(jnp.float32)
+        )
         super().update_statistics(
             rollout_extras, mask=valid if weights is None else valid * weights
         )
@@ -309,7 +317,7 @@ def test_a_container_that_takes_no_mask_is_judged_by_what_it_owns(library):
 @pytest.mark.parametrize("mask", [None, jnp.ones((T, B), bool)])
 def test_a_child_that_refuses_takes_back_what_others_folded(mask):
     net = Sequential([Tally(), Parallel(a=Tally(), b=Tally())])
-    good, bad = batch(0, T, B), jnp.ones((T, B, F + 1))
+    good, bad = batch(0, T, B), jnp.ones((T, B, F + 1), jnp.float32)
     net.update_statistics([good, {"a": good, "b": good}])
     before = values(net)
     with pytest.raises(ValueError, match="wrong number") as error:
@@ -367,7 +375,7 @@ def test_a_module_without_all_methods_is_named():
 
 
 def test_an_error_says_where_in_the_graph():
-    net = Sequential([jnp.tanh, Parallel(a=Delay(jnp.zeros(F + 1), 1))])
+    net = Sequential([jnp.tanh, Parallel(a=Delay(jnp.zeros(F + 1, jnp.float32), 1))])
     with pytest.raises(ValueError, match="Delay: x is float32") as error:
         net(net.initialize_state(B), batch())
     assert error.value.__notes__ == ["in components['a']", "in layers[1]"]
