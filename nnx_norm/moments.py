@@ -283,7 +283,7 @@ def std(moments: Moments, epsilon: float = 0.0) -> PyTree:
       Tree of arrays `[*feat]`.
 
     Example:
-      >>> float(std(from_batch(jnp.array([3.0, 3.0])), epsilon=1e-4))
-      0.009999999776482582
+      >>> round(float(std(from_batch(jnp.array([3.0, 3.0])), epsilon=1e-4)), 6)
+      0.01
     """
     return jax.tree.map(lambda v: jnp.sqrt(jnp.maximum(v, epsilon)), variance(moments))

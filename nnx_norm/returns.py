@@ -77,7 +77,7 @@ def advance(
       New returns and residuals.
 
     Example:
-      >>> old, rest = [jnp.array([4.0, 4.0])], [jnp.zeros(2)]
+      >>> old, rest = [jnp.float32([4, 4])], [jnp.float32([0, 0])]
       >>> rewards, ended = [jnp.ones(2)], jnp.array([False, True])
       >>> [v.tolist() for v in advance(old, rest, rewards, ended, 0.5)[0]]
       [[3.0, 1.0]]

@@ -31,8 +31,8 @@ def as_array(leaf: Any, where: str) -> jax.Array:
       TypeError: It is no array of bool, integers or real floating point numbers.
 
     Example:
-      >>> as_array(1.5, "x").dtype
-      dtype('float32')
+      >>> as_array(1.5, "x").shape
+      ()
     """
     if isinstance(leaf, (bool, int, float)):
         leaf = np.asarray(leaf)[()] if isinstance(leaf, int) else jnp.asarray(leaf)

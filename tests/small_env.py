@@ -32,13 +32,13 @@ class Walk:
     action_size = 2
 
     def reset(self, rng: Any) -> State:
-        return self._at(jax.random.uniform(rng, (2,), minval=-1.5, maxval=1.5))
+        return self._at(jax.random.uniform(rng, (2,), jnp.float32, -1.5, 1.5))
 
     def step(self, state: State, action: Any) -> State:
         return self._at(state.data + 0.2 * jnp.clip(action, -1, 1))
 
     def _at(self, position: jax.Array) -> State:
         far = jnp.sum(position**2)
-        seen = position * jnp.array([1000.0, 0.01]) + jnp.array([5000.0, 0.0])
+        seen = position * jnp.float32([1000.0, 0.01]) + jnp.float32([5000.0, 0.0])
         done = (far > 9.0).astype(jnp.float32)
         return State(position, seen, jnp.exp(-2 * far), done, {}, {})

@@ -76,7 +76,7 @@ def subject(name: str) -> Any:
         "port tree": lambda: port(RunningMeanStd({"a": 2, "b": 3})),
         "lazy": lambda: RunningMeanStd(),
         "port reward": lambda: port(RewardRunningMeanStd(gamma=0.9, num_envs=B)),
-        "delay": lambda: Delay({"pos": jnp.zeros(4)}, 2),
+        "delay": lambda: Delay({"pos": jnp.zeros(4, jnp.float32)}, 2),
         "net": lambda: Sequential([known(Normalizer(4)), jnp.tanh]),
         "named": lambda: Parallel(a=known(Normalizer(4)), b=known(Normalizer(4))),
         "deep": lambda: Sequential([Parallel(a=known(Normalizer(4)), b=jnp.tanh)]),
@@ -351,7 +351,7 @@ FORWARD = {
     ),
     "delay of another batch": bad(
         "delay",
-        lambda m: m(m.initialize_state(B + 1), {"pos": X}),
+        lambda m: m(m.initialize_state(B + 1), {"pos": X.astype(jnp.float32)}),
         V,
         "x['pos'] is float32 of shape (3, 4)",
         "(4, 4)",
@@ -374,7 +374,9 @@ FORWARD = {
     ),
     "delay with float pointers": bad(
         "delay",
-        lambda m: m(m.initialize_state(B) | {"idx": jnp.zeros(B)}, {"pos": X}),
+        lambda m: m(
+            m.initialize_state(B) | {"idx": np.zeros(B, np.float32)}, {"pos": X}
+        ),
         V,
         "state['idx'] is float32",
         "integers",

@@ -122,7 +122,7 @@ def test_sweep_reads_every_word_once(threads: int, words: int):
 
 
 def test_readers_run_over_the_buffer():
-    for make in bandwidth.readers(jnp.ones((64, 3))).values():
+    for make in bandwidth.readers(jnp.ones((64, 3), jnp.float32)).values():
         assert int(make()()) == 96 * 0x3F800000_3F800000 % 2**64
 
 

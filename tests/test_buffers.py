@@ -53,9 +53,9 @@ def test_beyond_float32_is_infinite_without_a_rest():
 
 def test_rests_of_another_value_count_as_zero():
     parts = there(np.array([1 / 3]))
-    foreign = parts.value._replace(mean=[jnp.array([2.0**-12])])
+    foreign = parts.value._replace(mean=[jnp.float32([2.0**-12])])
     assert back(parts._replace(value=foreign)).tolist() == [2.0**-12]
-    rest = parts.residual._replace(mean=[jnp.array([1.0])])
+    rest = parts.residual._replace(mean=[jnp.float32([1.0])])
     assert back(parts._replace(residual=rest)).tolist() == [float(np.float32(1 / 3))]
 
 

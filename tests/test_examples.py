@@ -73,7 +73,7 @@ def point_mass(name: str = "PointMass") -> Environment:
         return jnp.stack([5000 + 1000 * state[0], 0.001 * state[1]])
 
     def reset(key: Array) -> tuple[Array, Array]:
-        state = jax.random.uniform(key, (2,), minval=-1.0, maxval=1.0)
+        state = jax.random.uniform(key, (2,), jnp.float32, -1.0, 1.0)
         return state, observe(state)
 
     def step(
@@ -798,7 +798,8 @@ if importlib.util.find_spec("gymnax"):
             keys = jax.random.split(key, steps)
             return jax.lax.scan(step, (start, start.state), keys)[1]
 
-        got, want = run(jax.random.key(0), environment.time_limit)
+        with jax.enable_x64(False):  # with x64 on, gymnax's own step of Pendulum raises
+            got, want = run(jax.random.key(0), environment.time_limit)
         ends = np.asarray(want.terminated | want.truncated)
         assert ends.any(axis=0).all()
         # After their first end both have gone on from starts of their own.

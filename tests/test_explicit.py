@@ -200,6 +200,21 @@ def test_gradients_pass_through_a_split_forward(mesh: Mesh):
     assert alike(slope, x)
 
 
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_a_mesh_of_one_device_is_one_too(jitted: bool):
+    one = Mesh(np.array(jax.devices()[:1]), ("x",), axis_types=(AxisType.Explicit,))
+    norm, rewards = place(Normalizer({"wide": F}), one), RewardNormalizer(0.9)
+
+    def step(norm: Normalizer, rewards: RewardNormalizer, x: Any, r: Any) -> None:
+        norm.update_statistics({"wide": x})
+        rewards.update(r, jnp.zeros((T, B), bool))
+
+    x, r = (put(one, P(None, "x"), v) for v in (WIDE, SCALAR))
+    (nnx.jit(step) if jitted else step)(norm, rewards, x, r)
+    expect(norm, WIDE, times=1)
+    assert rewards.count == T * B
+
+
 def test_only_explicit_meshes_are_left(mesh: Mesh):
     auto = Mesh(mesh.devices, mesh.axis_names)
     x = jax.device_put(WIDE, NamedSharding(auto, FEATURES_ONLY))

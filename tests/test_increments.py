@@ -215,7 +215,7 @@ def test_taking_leaves_the_model_and_its_parameters_alone():
         state = seen.initialize_state(3)
         seen.update_statistics(seen(state, x).rollout_extras)
 
-    nnx.jit(fold)(collector.seen, jnp.ones((3, 2)))
+    nnx.jit(fold)(collector.seen, jnp.ones((3, 2), jnp.float32))
     collector.take()
     assert bits(model) == before and collector.seen.layers[0].count == 0
 

@@ -55,7 +55,7 @@ def test_raw_input_gives_what_the_normalized_one_gives():
 
 def test_output_comes_in_its_own_units():
     graphdef, state, mean, std = random_modules(4)
-    layer, x = linear(6, 4), jax.random.normal(jax.random.key(0), (16, 6))
+    layer, x = linear(6, 4), jax.random.normal(jax.random.key(0), (16, 6), jnp.float32)
     y = np.asarray(layer(x), np.float64)
     for i in range(0, RANDOM_MODULES, 10):
         norm = member(graphdef, state, i)
@@ -101,7 +101,7 @@ def test_settings_and_dtypes_are_kept(use_bias: bool, dtype: Any, param_dtype: A
 def test_ports_and_rewards():
     port = RunningMeanStd(2, epsilon=1.0, initial_count=0)
     port.update_from_moments([1.0, 2.0], [3.0, 8.0], 5)
-    layer, x = linear(2, 1), jnp.array([[1.0, -4.0]])
+    layer, x = linear(2, 1), jnp.float32([[1.0, -4.0]])
     assert np.allclose(fold_into_linear(port, layer)(x), layer(port(x)), atol=1e-6)
     rewards = RewardNormalizer(0.9)
     rewards.set_statistics(5.0, 4.0, 9)  # never centred

@@ -46,7 +46,7 @@ def test_the_figure_shows_them(tmp_path: Path):
     assert [line.get_label() for line in mean.lines] == ["x", "y"]
     x, y = curve(mean.lines[1])
     assert x.tolist() == [12, 24, 36, 48]
-    assert y[-1] == norm.mean.get_value()["pos"][1]
+    assert y[-1] == float(norm.mean.get_value()["pos"][1])
     moved = axes[2, "drift since the point before; share clipped"].lines[0]
     means = [p.mean for p in recorder.points["layers/0/pos"]]
     last = recorder.points["layers/0/pos"][-1].std

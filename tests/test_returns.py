@@ -12,7 +12,11 @@ from nnx_norm.returns import advance
 def test_thousand_steps_are_those_of_float64(gamma: float):
     rng = np.random.default_rng(0)
     rewards = rng.normal(1, 1, (1000, 4)).astype(np.float32)
-    value, rest, exact = [jnp.zeros(4)], [jnp.zeros(4)], np.zeros(4)
+    value, rest, exact = (
+        [np.zeros(4, np.float32)],
+        [np.zeros(4, np.float32)],
+        np.zeros(4),
+    )
     for reward in rewards:
         ended = rng.random(4) < 0.002
         value, rest = advance(value, rest, [jnp.asarray(reward)], ended, gamma)
@@ -21,6 +25,6 @@ def test_thousand_steps_are_those_of_float64(gamma: float):
 
 
 def test_history_is_dropped_before_the_reward_is_added():
-    old, rest, one = [jnp.full((2, 3), 4.0)], [jnp.zeros((2, 3))], [jnp.ones((2, 3))]
+    old, rest, one = ([np.full((2, 3), v, np.float32)] for v in (4.0, 0.0, 1.0))
     new, _ = advance(old, rest, one, jnp.array([False, True]), 0.5)
     assert new[0].tolist() == [[3.0] * 3, [1.0] * 3]

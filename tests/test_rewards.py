@@ -466,7 +466,7 @@ BAD = {
         "truncated has shape (2,)",
     ),
     "mask shape": ({"mask": jnp.ones(2, bool)}, ValueError, "mask has shape (2,)"),
-    "mask dtype": ({"mask": jnp.ones((2, 3))}, TypeError, "mask has dtype float32"),
+    "mask dtype": ({"mask": np.ones((2, 3))}, TypeError, "mask has dtype float64"),
     "no flag": ({"terminated": None}, TypeError, "terminated is None"),
     "text": ({"rewards": "text"}, TypeError, "rewards is 'text'"),
     "tree": ({"rewards": {"a": jnp.ones((2, 3))}}, ValueError, "rewards['a']"),

@@ -391,7 +391,7 @@ def test_layer_of_a_sequential_whose_overrides_hold():
             return 2 * super().normalize(x, un_norm)
 
     model = nnx.Sequential(Doubled(3, epsilon=0.0), nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
-    x = jnp.ones((4, 3))
+    x = jnp.ones((4, 3), jnp.float32)
     np.testing.assert_allclose(model(x), model.layers[1](2 * x), rtol=1e-6)
 
 

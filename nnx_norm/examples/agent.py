@@ -20,7 +20,7 @@ class Gaussian(NamedTuple):
 
     def sample(self, key: Array) -> Array:
         """One action each."""
-        noise = jax.random.normal(key, self.mean.shape)
+        noise = jax.random.normal(key, self.mean.shape, self.mean.dtype)
         return self.mean + jnp.exp(self.log_std) * noise
 
     def log_prob(self, action: Array) -> Array:
@@ -58,7 +58,7 @@ class GaussianHead(nnx.Module):
 
     def __init__(self, features: int, size: int, *, rngs: nnx.Rngs):
         self.mean = linear(features, size, 0.01, rngs)
-        self.log_std = nnx.Param(jnp.zeros(size))
+        self.log_std = nnx.Param(jnp.zeros(size, jnp.float32))
 
     def __call__(self, x: Array) -> Gaussian:
         """The distribution for each row."""
