@@ -2,6 +2,7 @@
 """How every test runs: eight devices, strict dtype promotion, hypothesis profiles."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -31,6 +32,13 @@ hypothesis.settings.register_profile("record", max_examples=5000, **_quiet)
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
 )
+
+
+@pytest.fixture
+def x64_off() -> Iterator[None]:
+    """For other libraries that mix dtypes when x64 is on, and raise."""
+    with jax.enable_x64(False):
+        yield
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

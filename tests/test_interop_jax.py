@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of nnx-ppo and Flax themselves; Brax and Acme: interop/check_jax.py."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -52,13 +51,6 @@ def ours() -> Normalizer:
     norm.update_statistics(history(0))
     norm.update_statistics(history(1))
     return norm
-
-
-@pytest.fixture
-def x64_off() -> Iterator[None]:
-    """For nnx-ppo's own normalizer, which with x64 on mixes dtypes in a cond."""
-    with jax.enable_x64(False):
-        yield
 
 
 @pytest.mark.usefixtures("x64_off")

@@ -659,7 +659,7 @@ class PortMachine(RuleBasedStateMachine):
         if np.isfinite(mean).all() and np.isfinite(var).all():
             std = np.sqrt(var + 1e-5)
             near = 1e-6 * (np.abs(x - mean) / std + 1)
-            assert (np.abs(y - (x - mean) / std) <= near).all()
+            assert (np.abs(np.asarray(y) - (x - mean) / std) <= near).all()
             assert (np.abs(back - x) <= 1e-6 * (np.abs(x) + np.abs(mean) + std)).all()
 
     @rule()

@@ -27,6 +27,8 @@ from nnx_norm import Normalizer, Sequential, check_statistics
 
 TESTS = Path(__file__).resolve().parent
 
+pytestmark = pytest.mark.usefixtures("x64_off")
+
 
 RECORDED = """
 import jax.numpy as jnp
@@ -52,7 +54,11 @@ def run(path: Path, plugin: str, *options: str) -> str:
     command += ["--pyargs", "nnx_ppo.networks.normalizer_test"]
     command += ["-c", os.devnull, "-v", *options]
     paths = [str(path), str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {
+        **os.environ,
+        "JAX_ENABLE_X64": "0",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
     done = subprocess.run(
         command, env=environment, cwd=path, capture_output=True, text=True, timeout=300
     )
