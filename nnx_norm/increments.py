@@ -132,7 +132,17 @@ class Collector:
 
         Args:
           number: That of the last one, `ledger.last(worker)`.
+
+        Raises:
+          TypeError: It is no int.
+          ValueError: There was no such increment; nothing was dropped.
         """
+        if arguments.size(number, "number") > self.number:
+            raise ValueError(
+                f"number is {number}, and the last increment taken here is "
+                f"{self.number}. If this worker goes on from an older save, call "
+                f"catch_up({number}) first."
+            )
         self.pending = tuple(v for v in self.pending if v["number"] > number)
 
     def catch_up(self, number: int) -> None:
@@ -142,9 +152,13 @@ class Collector:
 
         Args:
           number: That of the last one it merged, `ledger.last(worker)`.
+
+        Raises:
+          TypeError: It is no int.
+          ValueError: It is negative.
         """
-        if number > self.number:
-            self.number = arguments.size(number, "number")
+        if arguments.size(number, "number") > self.number:
+            self.number = int(number)
             self._forget()
 
     def to_dict(self) -> dict[str, Any]:

@@ -148,20 +148,23 @@ def normalizers(module: nnx.Module) -> dict[str, Any]:
       The modules, in no order to rely on.
 
     Raises:
-      TypeError: It is none, but an `nnx.State`, say.
+      TypeError: It is none, but an `nnx.State`, say, or what `nnx.split` gives.
 
     Example:
       >>> from nnx_norm import Sequential
       >>> list(normalizers(Sequential([jnp.tanh, Normalizer(2)])))
       ['layers/1']
     """
-    if not isinstance(module, nnx.Module | nnx.Pytree | dict | list | tuple):
+    plain = isinstance(module, dict | list | tuple)
+    is_model = plain or isinstance(module, nnx.Module | nnx.Pytree)
+    found = list(nnx.iter_modules(module)) if is_model else []
+    if not is_model or (plain and not found):
         raise TypeError(
-            f"Got a {type(module).__name__}; expected a module. A state tells nothing "
-            "of the normalizers that it belongs to: nnx.update(model, state) first."
+            f"Got a {type(module).__name__}; expected a module, or some in a dict or "
+            "list. A state tells nothing of the normalizers that it belongs to: "
+            "nnx.update(model, state) first."
         )
     kinds = RunningStatistics | RunningMeanStd
-    found = nnx.iter_modules(module)
     return {path_name(path): m for path, m in found if isinstance(m, kinds)}
 
 

@@ -12,11 +12,16 @@ from flax import nnx
 
 from nnx_norm.inspection import normalizers
 from nnx_norm.returns import RunningReturn
+from nnx_norm.rewards import RewardNormalizer
 from nnx_norm.samples import align_leading
 from nnx_norm.statistics import NormalizerStatistics, RunningStatistics
 from nnx_norm.tree import keys_of, path_name
 
 Shapes = dict[str, tuple[int, ...]]
+
+VARIANCE_ROUNDING = 1e-6
+"""How far below zero a variance may lie that was computed elsewhere, as E[x^2] - m^2:
+less than the ports' epsilon, so that nothing comes of it."""
 
 RETURNS = {"running_return", "discounted_reward", "discounted_residual"}
 
@@ -27,7 +32,8 @@ def check_statistics(model: nnx.Module) -> None:
     Call it on the host after a restore and `nnx.update`. Checkpoint libraries cast
     what has another dtype, leave placeholders where a partial restore found nothing,
     and know nothing of what belongs together; the first update would replace a mean
-    whose count was lost, or go on with a counter that stalls at 256.
+    whose count was lost, or go on with a counter that stalls at 256. A residual that
+    can't be its value's is none of that: it counts as zero wherever it is read.
 
     Args:
       model: Any module; the normalizers in it are found, the ports and the running
@@ -38,15 +44,16 @@ def check_statistics(model: nnx.Module) -> None:
       TypeError: `model` is no module but a state, say.
       ValueError: All that is wrong, a line each with its path: a Variable that holds
         no array, another dtype than float32 or another shape than its normalizer's;
-        NaN or infinity (but for `nonfinite="propagate"`); a negative count or
-        variance; a count of 0 beside a mean or variance that isn't.
+        NaN or infinity (but for `nonfinite="propagate"` and in the ports, which let
+        both in; a count is finite in all of them); a negative count or variance; a
+        count of 0 beside a mean or variance that isn't.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from nnx_norm import Normalizer, Sequential
       >>> model = Sequential([Normalizer(2)])
       >>> check_statistics(model)  # nothing seen, nothing wrong
-      >>> model.layers[0].mean.set_value(jnp.ones(2))  # restored without its counter
+      >>> model.layers[0].mean.set_value(jnp.float32([1, 1]))  # without its counter
       >>> check_statistics(model)
       Traceback (most recent call last):
       ValueError: The statistics can't be used:
@@ -73,6 +80,10 @@ def _problems(module: Any) -> list[str]:
 
 def _no_statistics(module: Any, trees: dict[str, Any]) -> Iterator[str]:
     """Leaves that are no float32 arrays."""
+    if isinstance(module, RewardNormalizer):  # which knows another word for none yet
+        raw = nnx.Variable.get_value(module.running_return)
+        if raw is None:
+            yield "running_return holds None; expected an array."
     for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
         where = path_name(keys_of(path))
         if not isinstance(leaf, jax.Array | np.ndarray):
@@ -110,14 +121,22 @@ def _misshapen(module: Any, trees: dict[str, Any]) -> Iterator[str]:
 def _impossible(module: Any, trees: dict[str, Any]) -> Iterator[str]:
     """Values that no samples have."""
     count, second = _names(module)
-    for name in ("M2", count, "skipped"):  # rounding may leave var a little below 0
+    for name in ("M2", count, "skipped"):
         leaves = _named(trees.get(name))
         yield from (f"{_at(name, k)} is negative." for k, v in leaves if np.any(v < 0))
+    for path, var in _named(trees.get("var")):  # where rounding elsewhere may show
+        if np.any(var < -VARIANCE_ROUNDING):
+            yield f"{_at('var', path)} is negative."
+    counts = {k: v for k, v in trees.items() if k in (count, "skipped")}
+    for path, leaf in _named(counts):
+        if not np.all(np.isfinite(leaf)):
+            yield f"{path} is not finite."
     if getattr(module, "nonfinite", None) == "skip":
+        trees = {k: v for k, v in trees.items() if k not in counts}
         for path, leaf in _named(trees):
             if not np.all(np.isfinite(leaf)):
                 yield f"{path} is not finite."
-    number = np.asarray(trees[count])
+    number = np.asarray(counts[count])
     for name in ("mean", second) if isinstance(module, RunningStatistics) else ():
         for path, leaf in _named(trees[name]):
             if np.any((align_leading(number, leaf) == 0) & (leaf != 0)):

@@ -150,12 +150,7 @@ def _fold_returns(
     rule: fold.Rule,
 ) -> tuple[fold.Statistics, fold.Statistics, list[jax.Array]]:
     valid = jnp.ones_like(done) if mask is None else mask
-    read = valid & _finite(rewards) if rule.skip else valid
-    last, returns = _scan_returns(start, rewards, done & valid, read, gamma)
-    if rule.skip:  # what was not read is NaN, for the fold to leave out and to count
-        returns = [
-            jnp.where(align_leading(valid & ~read, g), jnp.nan, g) for g in returns
-        ]
+    last, returns = _scan_returns(start, rewards, done & valid, valid, gamma, rule.skip)
     value, residual = fold.fold_inputs(
         value, residual, returns, mask, None, lead=2, rule=rule
     )
@@ -166,10 +161,15 @@ def _scan_returns(
     start: list[jax.Array],
     rewards: list[jax.Array],
     ends: jax.Array,
-    read: jax.Array,
+    valid: jax.Array,
     gamma: float,
+    skip: bool,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Running returns `[B, *shape]` after the last step, and at every step.
+
+    With `skip` a step that float32 can't hold, for its reward or for the return that it
+    would make, leaves the running return as it is, and is NaN among those of all steps,
+    for the fold to leave out and to count.
 
     In float64: near 1, gamma rounded to float32 is off by more than what is left to 1
     allows (at 0.9999 the return of a constant reward would be off by 2e-4).
@@ -178,24 +178,31 @@ def _scan_returns(
     def step(
         carry: list[jax.Array], now: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        rewards, ends, read = now
-        returns = [
-            jnp.where(align_leading(read, g), gamma * g + r.astype(g.dtype), g)
-            for g, r in zip(carry, rewards, strict=True)
-        ]
+        rewards, ends, valid = now
+        pairs = zip(carry, rewards, strict=True)
+        new = [gamma * g + r.astype(g.dtype) for g, r in pairs]
+        read = valid & _finite([g.astype(jnp.float32) for g in new]) if skip else valid
+
+        def each(mask: jax.Array, ours: Any, others: Any) -> list[jax.Array]:
+            trees = zip(ours, others, strict=True)
+            return [jnp.where(align_leading(mask, a), a, b) for a, b in trees]
+
+        returns = each(read, new, carry)
         after = [jnp.where(align_leading(ends, g), 0.0, g) for g in returns]
-        return after, [g.astype(jnp.float32) for g in returns]
+        told = [g.astype(jnp.float32) for g in returns]
+        lost = [jnp.full_like(g, jnp.nan) for g in told]
+        return after, each(read | ~valid, told, lost) if skip else told
 
     with double():
         # Zeros out of the data, so that the carry varies over a mesh as they do.
         odd = [jnp.isnan(jnp.sum(r, axis=0)) for r in rewards]
         zero = [(v & ~v).astype(jnp.float64) for v in odd]  # where() drops a sharding
         carry = [g.astype(jnp.float64) + z for g, z in zip(start, zero, strict=True)]
-        last, returns = lax.scan(step, carry, (rewards, ends, read))
+        last, returns = lax.scan(step, carry, (rewards, ends, valid))
         return [g.astype(jnp.float32) for g in last], returns
 
 
 def _finite(leaves: list[jax.Array]) -> jax.Array:
-    """Bool `[T, B]`: the steps whose rewards are finite in all elements."""
-    parts = [jnp.all(jnp.isfinite(v), axis=tuple(range(2, v.ndim))) for v in leaves]
+    """Bool `[B]`: the environments whose leaves `[B, *shape]` are all finite."""
+    parts = [jnp.all(jnp.isfinite(v), axis=tuple(range(1, v.ndim))) for v in leaves]
     return jnp.all(jnp.stack(parts), axis=0)

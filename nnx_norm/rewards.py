@@ -79,7 +79,8 @@ class RewardNormalizer(RunningStatistics):
           clip: Normalized rewards are clipped to `[-clip, clip]`; None doesn't.
           axis_name: Mapped axis or axes to reduce over in `update`.
           nonfinite: "skip" leaves steps with a NaN or infinite reward out and counts
-            them; "propagate" lets them in.
+            them, and steps whose return float32 can't hold; the running returns stand
+            still there. "propagate" lets them in.
 
         Raises:
           TypeError: An argument is of another kind.
@@ -109,7 +110,8 @@ class RewardNormalizer(RunningStatistics):
 
         Call it once per rollout, in order: the running returns go on where the last
         call ended. Another number of environments starts them anew and keeps the
-        statistics. While frozen nothing is read, and the running returns stand still.
+        statistics; without any step or environment nothing changes. While frozen
+        nothing is read, and the running returns stand still.
         All or nothing: a call that raises has changed nothing.
 
         Args:
@@ -139,14 +141,15 @@ class RewardNormalizer(RunningStatistics):
         if truncated is not None:
             done |= masks.flags(truncated, lead, "truncated", valid)
         old = self._statistics_here(samples, "rewards")
-        if self.frozen:
+        if self.frozen or (0 in lead and self.axis_name is None):
             return
         rule = fold.Rule(skip=self.nonfinite == "skip", axis_name=self.axis_name)
         start = jax.tree.leaves(self._returns_of(lead[1]))
         read = lax.stop_gradient((start, samples, done, valid))
         *new, returns = fold_returns(*old, *read, gamma=self.gamma, rule=rule)
         self._write(*new)
-        self.running_return.set_value(self.spec.unflatten(returns))
+        if 0 not in lead:  # other devices may have had steps
+            self.running_return.set_value(self.spec.unflatten(returns))
 
     def _returns_of(self, num_envs: int) -> PyTree:
         """The running returns, or zeros if there are none for so many environments."""

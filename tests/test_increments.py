@@ -241,3 +241,28 @@ def test_a_model_without_normalizers_is_refused():
         Collector(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), 0)
     with pytest.raises(ValueError, match="worker is -1"):
         Collector(Normalizer(1), -1)
+
+
+@pytest.mark.parametrize("method", ["acknowledge", "catch_up"])
+@pytest.mark.parametrize("number", [True, 1.0, "1", None, -1])
+def test_numbers_of_increments_are_numbers(method: str, number: Any):
+    collector = Collector(Normalizer(1), 0)
+    collector.take()
+    before = collector.to_dict()
+    with pytest.raises((TypeError, ValueError), match="number is"):
+        getattr(collector, method)(number)
+    assert collector.to_dict() == before
+
+
+def test_what_was_never_taken_is_not_acknowledged():
+    collector = Collector(Normalizer(1), 0)
+    for _ in range(2):
+        collector.take()
+    with pytest.raises(ValueError, match=r"last .* here is 2.* catch_up\(3\) first"):
+        collector.acknowledge(3)
+    assert len(collector.pending) == 2
+    collector.acknowledge(2)
+    collector.acknowledge(0)  # an old answer that comes late
+    assert collector.pending == ()
+    collector.catch_up(7)
+    collector.acknowledge(7)  # as the learner answers a worker that came back

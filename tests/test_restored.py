@@ -185,23 +185,23 @@ TORN: dict[str, tuple[Callable[[Agent], Any], str]] = {
         "values: var has the shapes {'': (2,)}; expected {'value': (2,)}",
     ),
     "shape": (
-        lambda a: a.policy.layers[0].mean.set_value(jnp.zeros(3)),
+        lambda a: a.policy.layers[0].mean.set_value(np.zeros(3, np.float32)),
         "policy/layers/0: mean has the shapes {'': (3,)}; expected {'': (2,)}",
     ),
     "residual": (
-        lambda a: a.reward.residual.set_value({"mean": jnp.zeros(())}),
+        lambda a: a.reward.residual.set_value({"mean": jnp.float32(0)}),
         "reward: residual has the shapes {'mean': ()}; expected {'M2': (), 'counter'",
     ),
     "returns": (
-        lambda a: a.reward.running_return.set_value(jnp.zeros((4, 2))),
+        lambda a: a.reward.running_return.set_value(np.zeros((4, 2), np.float32)),
         "reward: running_return has the shapes {'': (4, 2)}; expected those of mean",
     ),
     "no count": (
-        lambda a: a.goals.counter.set_value(jnp.zeros(())),
+        lambda a: a.goals.counter.set_value(jnp.float32(0)),
         "goals: counter is 0 where mean/goal/id is not",
     ),
     "no count of a policy": (
-        lambda a: a.policy.layers[0].counter.set_value(jnp.zeros(())),
+        lambda a: a.policy.layers[0].counter.set_value(jnp.float32(0)),
         "policy/layers/0: counter is 0 where mean is not",
     ),
     "negative": (
@@ -212,8 +212,28 @@ TORN: dict[str, tuple[Callable[[Agent], Any], str]] = {
         lambda a: a.returns.count.set_value(jnp.float32(-1)),
         "returns: count is negative",
     ),
+    "negative variance of a port": (
+        lambda a: a.values.var.set_value(jnp.float32([1, -1e-3])),
+        "values: var is negative",
+    ),
+    "NaN count of a port": (
+        lambda a: a.values.count.set_value(jnp.float32(jnp.nan)),
+        "values: count is not finite",
+    ),
+    "infinite count": (
+        lambda a: a.goals.counter.set_value(jnp.float32(jnp.inf)),
+        "goals: counter is not finite",
+    ),
+    "no returns": (
+        lambda a: a.reward.running_return.set_value(None),
+        "reward: running_return holds None",
+    ),
+    "NaN returns": (
+        lambda a: a.reward.running_return.set_value(jnp.full(4, jnp.nan, jnp.float32)),
+        "reward: running_return is not finite",
+    ),
     "NaN": (
-        lambda a: a.policy.layers[0].mean.set_value(jnp.array([0.0, jnp.nan])),
+        lambda a: a.policy.layers[0].mean.set_value(jnp.float32([0.0, jnp.nan])),
         "policy/layers/0: mean is not finite",
     ),
 }
@@ -224,6 +244,42 @@ def test_a_torn_state_is_refused_with_its_path(change, told):
     with pytest.raises(ValueError) as refusal:
         check_statistics(tampered(change))
     assert told in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        [],
+        nnx.split(Normalizer(2)),
+        nnx.to_pure_dict(nnx.state(Normalizer(2))),
+        nnx.state(Normalizer(2)),
+    ],
+    ids=["dict", "list", "split", "pure dict", "state"],
+)
+def test_what_holds_no_module_is_not_passed_as_sound(state):
+    with pytest.raises(TypeError, match="expected a module, .*: nnx.update"):
+        check_statistics(state)
+
+
+def test_modules_in_a_list_are_looked_at_and_one_without_statistics_is_sound():
+    check_statistics(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+    norm = Normalizer(1)
+    norm.M2.set_value(jnp.float32([-1]))
+    models: Any = {"a": [norm]}
+    with pytest.raises(ValueError, match="a/0: M2 is negative"):
+        check_statistics(models)
+
+
+def test_a_residual_of_another_value_is_sound_and_counts_as_zero():
+    # As where mean, M2 and counter of an older checkpoint meet a trained model.
+    norm = Normalizer(1)
+    norm.set_statistics(np.array([1e8 + 1 / 3]), 2.0, 2**30 + 1)
+    for variable, value in ((norm.mean, [3.0]), (norm.M2, [8.0]), (norm.counter, 4.0)):
+        variable.set_value(jnp.float32(value))
+    check_statistics(norm)
+    d = norm.to_dict()
+    assert (d["mean"], d["M2"], d["count"]) == ([3.0], [8.0], 4)
 
 
 def test_all_that_is_wrong_is_told_at_once():

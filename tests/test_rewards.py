@@ -255,6 +255,57 @@ def test_a_step_that_is_not_finite_stays_out_of_the_return():
     assert tree.running_return.get_value()["cost"].tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.parametrize("huge", [3e38, -3e38])
+def test_a_return_that_float32_cannot_hold_is_a_skipped_step(huge: float):
+    rewards = np.full((6, 2), 2.0, np.float32)
+    rewards[2:4, 0] = huge  # each is finite; the second makes a return that isn't
+    norm = RewardNormalizer(0.9, num_envs=2)
+    norm.update(rewards[:2], np.zeros((2, 2)))
+    before = norm.to_dict()
+    norm.update(rewards[3:4], np.zeros((1, 2)))  # its square is beyond float32: refused
+    norm.update(rewards[3:4], np.zeros((1, 2)))
+    returns = np.asarray(norm.running_return.get_value())
+    # One step of 3e38 was taken, the other would be infinite and stands still.
+    np.testing.assert_allclose(returns[0], 0.9 * 3.8 + huge, rtol=1e-6)
+    assert np.isfinite(norm.to_dict()["variance"])
+    assert norm.count + norm.skipped.get_value() == before["count"] + 4
+    ended = np.array([[True, False]])
+    norm.update(rewards[4:5], ended)
+    norm.update(rewards[5:], np.zeros((1, 2)))
+    assert norm.running_return.get_value()[0] == 2.0  # and the next episode is like any
+
+
+def test_propagate_lets_a_return_overflow():
+    norm = RewardNormalizer(1.0, nonfinite="propagate")
+    norm.update(np.full((2, 1), 3e38, np.float32), np.zeros((2, 1)))
+    assert np.isinf(norm.running_return.get_value()).all()
+
+
+@pytest.mark.parametrize("lead", [(0, 3), (3, 0), (0, 0)])
+@pytest.mark.parametrize("num_envs", [3, None])
+def test_no_step_and_no_environment_change_nothing(lead, num_envs):
+    norm = RewardNormalizer(0.9, num_envs=num_envs)
+    norm.update(np.ones((2, 3), np.float32), np.zeros((2, 3)))
+    before = bits(norm)
+    nothing = np.ones(lead, np.float32), np.zeros(lead)
+    norm.update(*nothing)
+    nnx.jit(RewardNormalizer.update)(norm, *nothing)
+    assert bits(norm) == before
+
+
+def test_a_device_without_steps_keeps_its_returns_and_folds_those_of_others():
+    norm = RewardNormalizer(0.9, num_envs=3, axis_name="d")
+    norm.running_return.set_value(jnp.float32([1, 2, 3]))
+    update = nnx.vmap(
+        lambda norm, r, ends: norm.update(r, ends),
+        in_axes=None,
+        axis_name="d",
+        axis_size=2,
+    )
+    update(norm, np.ones((0, 3), np.float32), np.zeros((0, 3)))
+    assert norm.running_return.get_value().tolist() == [1, 2, 3] and norm.count == 0
+
+
 def test_propagate_lets_nan_in():
     norm = RewardNormalizer(0.5, nonfinite="propagate")
     norm.update(column([1, math.nan]), ends(2))
@@ -466,7 +517,11 @@ BAD = {
         "truncated has shape (2,)",
     ),
     "mask shape": ({"mask": jnp.ones(2, bool)}, ValueError, "mask has shape (2,)"),
-    "mask dtype": ({"mask": np.ones((2, 3))}, TypeError, "mask has dtype float64"),
+    "mask dtype": (
+        {"mask": np.ones((2, 3), np.float32)},
+        TypeError,
+        "mask has dtype float32",
+    ),
     "no flag": ({"terminated": None}, TypeError, "terminated is None"),
     "text": ({"rewards": "text"}, TypeError, "rewards is 'text'"),
     "tree": ({"rewards": {"a": jnp.ones((2, 3))}}, ValueError, "rewards['a']"),
