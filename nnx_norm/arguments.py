@@ -142,17 +142,22 @@ def axis_names(axis_name: Any) -> AxisName | None:
 
     Raises:
       TypeError: It holds something else.
+      ValueError: A name is empty, or comes twice.
 
     Example:
       >>> axis_names(["data", "seed"])
       ('data', 'seed')
     """
-    if axis_name is None or isinstance(axis_name, str):
-        return axis_name
+    if axis_name is None:
+        return None
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"axis_name is {axis_name!r}; expected the name(s) of axes.")
-    return names
+    if "" in names or len(set(names)) < len(names):
+        raise ValueError(
+            f"axis_name is {axis_name!r}; expected names that are not empty, each once."
+        )
+    return axis_name if isinstance(axis_name, str) else names
 
 
 def float64_array(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_norm import arguments, fold, masks, serialization, validation
+from nnx_norm import arguments, fold, masks, settings, validation
 from nnx_norm.distributed import AxisName
 from nnx_norm.modules import StatefulModule, StatefulModuleOutput
 from nnx_norm.scaling import FlooredStd, Scale, Unscale, leafwise
@@ -176,7 +176,8 @@ class Normalizer(RunningStatistics, StatefulModule):
 
         Args:
           rollout_extras: Tree of arrays `[*lead, *feat]`, one or more leading axes,
-            the same on every leaf, usually `[T, B]`.
+            the same on every leaf, usually `[T, B]`. With x64 off JAX makes float32
+            of float64 arrays before anything is folded.
           mask: Bool array of the shape of the leading axes or a leading prefix of
             them: which samples count. NaN elsewhere doesn't leak.
           weights: Array of such a shape, not negative; multiplied with the mask. Under
@@ -247,9 +248,9 @@ class Normalizer(RunningStatistics, StatefulModule):
         return fold.Rule(skip, self.axis_name, self.decay, self.max_count)
 
     def _settings(self) -> dict[str, Any]:
-        settings = {name: getattr(self, name) for name in (*SET, *MAY_BE_UNSET)}
-        shape = serialization.shape_to_json(self.spec)
-        return settings | {"exclude": self.spec.excluded_names, "shape": shape}
+        own = {name: getattr(self, name) for name in (*SET, *MAY_BE_UNSET)}
+        shape = settings.shape_to_json(self.spec)
+        return own | {"exclude": self.spec.excluded_names, "shape": shape}
 
     @classmethod
     def from_dict(cls, d: Any) -> Self:
@@ -263,16 +264,18 @@ class Normalizer(RunningStatistics, StatefulModule):
           A new normalizer, not frozen.
 
         Raises:
-          ValueError: A setting or statistic is missing, or the normalizer was made
-            for dataclasses or named tuples: make one for them, then `load_dict`.
+          ValueError: A setting or statistic is missing or contradicts another, there
+            is a key of something else, or the normalizer was made for dataclasses or
+            named tuples: make one for them, then `load_dict`.
 
         Example:
           >>> norm = Normalizer({"goal": (2,)}, clip=5.0)
           >>> Normalizer.from_dict(norm.to_dict()).clip
           5.0
         """
-        settings = serialization.settings(d, SET, (*MAY_BE_UNSET, "exclude"))
-        new = cls(serialization.shape_from_json(settings.pop("shape")), **settings)
+        given = settings.constructor_arguments(d, SET, (*MAY_BE_UNSET, "exclude"))
+        new = cls(settings.shape_from_json(given.pop("shape")), **given)
         new._add_members(np.shape(d["count"]) if "count" in d else ())
         new.load_dict(d)
+        settings.refuse_other_std(d, new.to_dict(flat=True))
         return new

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nnx_norm import arguments, fold, masks, serialization, validation
+from nnx_norm import arguments, fold, masks, settings, validation
 from nnx_norm.distributed import AxisName
 from nnx_norm.returns import NumEnvsNotGiven, RunningReturn, fold_returns
 from nnx_norm.scaling import ReturnStd, Scale, Unscale, leafwise
@@ -54,6 +54,8 @@ class RewardNormalizer(RunningStatistics):
       Engstrom et al., *Implementation Matters in Deep Policy Gradients*, ICLR 2020
       (reward scaling); the end of an episode is placed after its last reward here.
     """
+
+    _of = "returns"
 
     def __init__(
         self,
@@ -211,12 +213,12 @@ class RewardNormalizer(RunningStatistics):
         return ReturnStd(self.epsilon)
 
     def _settings(self) -> dict[str, Any]:
-        settings = {name: getattr(self, name) for name in (*SET, *MAY_BE_UNSET)}
+        own = {name: getattr(self, name) for name in (*SET, *MAY_BE_UNSET)}
         leaves = jax.tree.leaves(self.running_return.get_value())
         axis = self.counter.get_value().ndim  # behind the members of a population
         num_envs = leaves[0].shape[axis] if leaves else None
-        shape = serialization.shape_to_json(self.spec)
-        return settings | {"num_envs": num_envs, "shape": shape}
+        shape = settings.shape_to_json(self.spec)
+        return own | {"num_envs": num_envs, "shape": shape}
 
     @classmethod
     def from_dict(cls, d: Any) -> Self:
@@ -230,8 +232,9 @@ class RewardNormalizer(RunningStatistics):
           A new normalizer, not frozen, whose running returns start at zero.
 
         Raises:
-          ValueError: A setting or statistic is missing, or the normalizer was made
-            for dataclasses or named tuples: make one for them, then `load_dict`.
+          ValueError: A setting or statistic is missing or contradicts another, there
+            is a key of something else, or the normalizer was made for dataclasses or
+            named tuples: make one for them, then `load_dict`.
 
         Example:
           >>> norm = RewardNormalizer(0.99, num_envs=4, clip=5.0)
@@ -239,9 +242,10 @@ class RewardNormalizer(RunningStatistics):
           >>> again.gamma, again.clip, again.running_return.get_value().shape
           (0.99, 5.0, (4,))
         """
-        settings = serialization.settings(d, SET, (*MAY_BE_UNSET, "num_envs"))
-        shape = serialization.shape_from_json(settings.pop("shape"))
-        new = cls(settings.pop("gamma"), shape=shape, **settings)
+        given = settings.constructor_arguments(d, SET, (*MAY_BE_UNSET, "num_envs"))
+        shape = settings.shape_from_json(given.pop("shape"))
+        new = cls(given.pop("gamma"), shape=shape, **given)
         new._add_members(np.shape(d["count"]) if "count" in d else ())
         new.load_dict(d)
+        settings.refuse_other_std(d, new.to_dict(flat=True))
         return new

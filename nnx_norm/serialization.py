@@ -3,22 +3,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from nnx_norm.arguments import float64_array
 from nnx_norm.fold import Statistics
 from nnx_norm.samples import align_leading
-from nnx_norm.spec import Leaf, Spec
+from nnx_norm.spec import Spec
 from nnx_norm.tree import is_mapping, keys_of, path_name
-
-NODES = (["()"], ["[]"], ["{}"])
-"""Keys of the dicts that stand for other nodes in `shape_to_json`."""
 
 
 def exact(number: Any) -> Any:
@@ -141,7 +136,7 @@ def _leaves(
     finite: bool,
 ) -> list[np.ndarray]:
     """The leaves of one tree, from the nested or the flat form."""
-    found = _flatten({name: d[name]}) if name in d else {}
+    found = flatten({name: d[name]}) if name in d else {}
     found |= {k: v for k, v in d.items() if k.startswith(name + "/")}
     wanted = {_key(name, spec, i): i for i in spec.kept}
     for key in wanted:
@@ -168,7 +163,7 @@ def _key(name: str, spec: Spec, i: int) -> str:
     return f"{name}/{path}" if path else name
 
 
-def _flatten(tree: dict[str, Any]) -> dict[str, Any]:
+def flatten(tree: dict[str, Any]) -> dict[str, Any]:
     """One level of keys `a/b` out of nested dicts."""
     out: dict[str, Any] = {}
 
@@ -204,81 +199,3 @@ def _is_set(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def settings(
-    d: Any, required: Sequence[str], optional: Sequence[str]
-) -> dict[str, Any]:
-    """The settings in a dict that `to_dict` gave, as arguments of a constructor.
-
-    Args:
-      d: Nested or flat dict, or an open `.npz` file.
-      required: Names of those that are always set.
-      optional: Names of those that may be unset, which a flat dict leaves out.
-
-    Returns:
-      Python values by name.
-
-    Raises:
-      TypeError: It is no mapping.
-      ValueError: `shape` or a required one is missing.
-    """
-    if not is_mapping(d):
-        raise TypeError(f"from_dict got {type(d).__name__}; expected to_dict's result.")
-    names = (*required, *optional, "shape")
-    found = {k: d[k] for k in names if k in d.keys()}
-    found |= {k: v.tolist() for k, v in found.items() if hasattr(v, "tolist")}
-    if found.get("shape") is None:
-        raise ValueError(
-            "shape is missing: this is no dict of Normalizer.to_dict, or one of a tree "
-            "with dataclasses, named tuples or keys that are no str. Make a Normalizer "
-            "for it and load_dict."
-        )
-    if missing := [name for name in required if found.get(name) is None]:
-        raise ValueError(
-            f"{', '.join(missing)} missing: no dict of this class's to_dict. Use "
-            "from_dict of the class that gave it."
-        )
-    return {k: v for k, v in found.items() if v is not None}
-
-
-def shape_to_json(spec: Spec) -> str | None:
-    """A spec's tree of shapes as JSON text; None if it holds nodes of other classes.
-
-    Tuples and lists are written `{"()": [...]}` and `{"[]": [...]}`, and a dict with
-    such a key as `{"{}": {...}}`.
-    """
-
-    def write(node: Any) -> Any:
-        if node is None:
-            return None
-        if isinstance(node, Leaf):
-            return list(node.shape)
-        if type(node) is dict and all(isinstance(k, str) for k in node):
-            written = {k: write(v) for k, v in node.items()}
-            return {"{}": written} if list(node) in NODES else written
-        if type(node) in (tuple, list):
-            return {"()" if type(node) is tuple else "[]": [write(v) for v in node]}
-        raise TypeError(f"a {type(node).__name__} can't be written as JSON")
-
-    shapes = [None if shape is None else Leaf(shape) for shape in spec.shapes]
-    try:
-        return json.dumps(write(jax.tree.unflatten(spec.treedef, shapes)))
-    except TypeError:
-        return None
-
-
-def shape_from_json(text: str) -> Any:
-    """The `shape` argument that `shape_to_json` wrote down."""
-
-    def read(node: Any) -> Any:
-        if isinstance(node, dict) and list(node) in NODES:
-            ((kind, children),) = node.items()
-            if kind == "{}":
-                return {k: read(v) for k, v in children.items()}
-            return (tuple if kind == "()" else list)(read(v) for v in children)
-        if isinstance(node, dict):
-            return {k: read(v) for k, v in node.items()}
-        return tuple(node) if isinstance(node, list) else node
-
-    return read(json.loads(text))

@@ -155,7 +155,8 @@ def parse(shape: Any, exclude: Exclude = ()) -> Spec:
 
     Args:
       shape: An int, a tuple or list of ints (one array), a nested mapping of those,
-        or any pytree of arrays or `jax.ShapeDtypeStruct`s: an unbatched example.
+        or any pytree of arrays or `jax.ShapeDtypeStruct`s: an unbatched example. A
+        NumPy integer is an int; an array without axes is a scalar observation.
       exclude: Paths (`"goal/id"`, `("goal", "id")` inside a list, or the path of a
         subtree) or a predicate on a path's tuple of keys.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr
 
-from nnx_norm import arguments, fold, serialization
+from nnx_norm import arguments, fold, serialization, settings
 from nnx_norm.arguments import float64_array
 from nnx_norm.extended import double, join
 from nnx_norm.fold import Statistics
@@ -41,6 +41,7 @@ class RunningStatistics(StoredStatistics):
 
     nonfinite: str
     axis_name: Any
+    _of: ClassVar[str] = "samples"
 
     @property
     def variance(self) -> PyTree:
@@ -136,8 +137,6 @@ class RunningStatistics(StoredStatistics):
 
     def _statistics_of(self, other: Any) -> Statistics:
         """Statistics that fit these, in float64: use traced ones in `double()`."""
-        value, _ = self._read()
-        finite = self.nonfinite == "skip"
         if other is self:
             raise ValueError(
                 "merge_from got the normalizer itself: it would count twice."
@@ -152,7 +151,7 @@ class RunningStatistics(StoredStatistics):
         if isinstance(other, Moments):
             return self._statistics_of_moments(other)
         if is_mapping(other):
-            return serialization.load_dict(self.spec, other, value, finite=finite)
+            return self._parsed(other, "merge_from")
         raise TypeError(
             f"merge_from got {type(other).__name__}; expected a normalizer, Moments or "
             "a dict of to_dict."
@@ -184,6 +183,10 @@ class RunningStatistics(StoredStatistics):
             self._write(*jax.tree.map(placed_like, new, old))
 
     def _refuse_unlike(self, other: RunningStatistics, name: str) -> None:
+        if self._of != other._of:
+            raise ValueError(
+                f"{name} got the statistics of {other._of}; expected {self._of}."
+            )
         ours, theirs = self._read()[0], other._read()[0]
         same = self.spec.unflatten(ours.mean), other.spec.unflatten(theirs.mean)
         structures = [jax.tree.structure(tree) for tree in same]
@@ -274,9 +277,14 @@ class RunningStatistics(StoredStatistics):
           ValueError: Something is missing, too many, or of another shape; nothing
             has changed then.
         """
+        self._store64(self._parsed(d, "load_dict"))
+
+    def _parsed(self, d: Any, name: str) -> Statistics:
+        """The statistics in a dict of `to_dict`."""
+        settings.refuse_other_class(d, self._of, name)
         value, _ = self._read()
         finite = self.nonfinite == "skip"  # others may have let a NaN in
-        self._store64(serialization.load_dict(self.spec, d, value, finite=finite))
+        return serialization.load_dict(self.spec, d, value, finite=finite)
 
     def _settings(self) -> dict[str, Any]:
         raise NotImplementedError

@@ -16,11 +16,24 @@ PyTree = Any
 
 
 def on_host(tree: PyTree) -> PyTree:
-    """A tree of NumPy arrays; raises where it is traced.
+    """A tree of NumPy arrays.
 
     Raises:
+      TypeError: A leaf is traced, or abstract.
       ValueError: A leaf is split over processes, so that none of them has all of it.
     """
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, Tracer):
+            raise TypeError(
+                "The statistics are traced here, and read on the host: count, to_dict "
+                "and what copies or saves statistics belong outside of jit. Inside, "
+                "read `counter`, `mean` and `M2`, or nnx_norm.metrics."
+            )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"The statistics are abstract, {leaf}: nnx.eval_shape gives shapes "
+                "without values. Restore into it, and nnx.update the model with that."
+            )
     if any(spans_processes(v) and not _has_all(v) for v in jax.tree.leaves(tree)):
         raise ValueError(
             "The statistics are split over processes, and none has all of them. "

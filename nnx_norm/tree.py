@@ -36,6 +36,9 @@ def canonicalize(tree: Any) -> Any:
     Returns:
       The same tree with plain dicts.
 
+    Raises:
+      ValueError: A mapping has keys that can't be sorted, as JAX does with them.
+
     Example:
       >>> from collections import OrderedDict
       >>> canonicalize((OrderedDict(b=1, a=OrderedDict()), None))
@@ -44,10 +47,23 @@ def canonicalize(tree: Any) -> Any:
 
     def plain(node: Any) -> Any:
         if is_mapping(node):
+            _refuse_unsortable(node.keys())
             return {key: canonicalize(node[key]) for key in node.keys()}
         return node
 
     return jax.tree.map(plain, tree, is_leaf=is_mapping)
+
+
+def _refuse_unsortable(keys: Any) -> None:
+    keys = list(keys)
+    if len({type(key) for key in keys}) > 1:
+        try:
+            sorted(keys)
+        except TypeError as error:
+            raise ValueError(
+                f"A mapping has the keys {keys}, which JAX can't sort; expected keys "
+                "of one type, such as str."
+            ) from error
 
 
 def keys_of(path: tuple[Any, ...]) -> Path:

@@ -98,6 +98,12 @@ def test_axis_names_refuses_the_rest(value):
         arguments.axis_names(value)
 
 
+@pytest.mark.parametrize("value", ["", ["d", ""], ("d", "d")])
+def test_axis_names_are_names_each_once(value):
+    with pytest.raises(ValueError, match="not empty, each once"):
+        arguments.axis_names(value)
+
+
 @pytest.mark.parametrize(
     "value",
     [[1, 2], (1.0, 2.0), np.arange(2), jnp.arange(2.0), np.array([1, 2], np.float16)],

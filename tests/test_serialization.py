@@ -350,26 +350,6 @@ def test_a_variance_that_was_edited_is_not_passed_over(flat):
     assert norm.variance["a"].tolist() == ([5.0, 5.0] if flat else [4.0, 5.0])
 
 
-@pytest.mark.parametrize("name", ["epsilon", "initial_std", "nonfinite", "emit"])
-@pytest.mark.parametrize("flat", [False, True])
-def test_from_dict_invents_no_setting(name, flat):
-    d = Normalizer(2, clip=5.0).to_dict(flat=flat)
-    for gone in ({k: v for k, v in d.items() if k != name}, {**d, name: None}):
-        with pytest.raises(ValueError, match=f"{name} missing: no dict of this class"):
-            Normalizer.from_dict(gone)
-
-
-def test_from_dict_refuses_what_to_dict_did_not_give():
-    with pytest.raises(ValueError, match="shape is missing"):
-        Normalizer.from_dict(without("shape"))
-    with pytest.raises(ValueError, match="count is missing"):
-        Normalizer.from_dict(without("count"))
-    with pytest.raises(TypeError, match="from_dict got list"):
-        Normalizer.from_dict([1])
-    with pytest.raises(ValueError, match="emit is 'nothing'"):
-        Normalizer.from_dict(without(emit="nothing"))
-
-
 def test_a_resumed_export_goes_on_as_if_it_had_not_stopped():
     norm = Normalizer(1)
     norm.update_statistics(jnp.array([[[0.0], [2.0]]]))

@@ -135,8 +135,28 @@ def test_statistics_can_be_set_and_loaded_while_tracing():
     assert statistics(norm)[0] == statistics(expected)[0]
     assert norm.to_dict()["M2"][0] == pytest.approx(2 / 7, rel=2.0**-48)
     assert norm.count == 7 and norm.to_dict()["skipped"] == 1
-    with pytest.raises(jax.errors.TracerArrayConversionError):
-        nnx.jit(lambda norm: norm.count)(norm)
+
+
+@both
+def test_what_is_read_on_the_host_says_so_inside_jit(make):
+    for read in (lambda norm: norm.count, lambda norm: norm.to_dict()):
+        with pytest.raises(TypeError, match="outside of jit. Inside, read `counter`"):
+            nnx.jit(read)(make())
+    port = RunningMeanStd(2)
+    with pytest.raises(TypeError, match="outside of jit. Inside, read `counter`"):
+        nnx.jit(lambda port: port.to_numpy().count)(port)
+
+
+@pytest.mark.parametrize("name", ["copy_from", "merge_from"])
+def test_abstract_statistics_are_no_statistics(name):
+    norm = Normalizer(2)
+    before = bits(norm)
+    abstract = nnx.eval_shape(lambda: Normalizer(2))
+    with pytest.raises(TypeError, match="abstract.*nnx.eval_shape"):
+        getattr(norm, name)(abstract)
+    with pytest.raises(TypeError, match="abstract.*nnx.eval_shape"):
+        abstract.to_dict()
+    assert bits(norm) == before
 
 
 # What a person sees of it

@@ -16,6 +16,7 @@ from flax import nnx
 from flax.core import FrozenDict
 from jax.tree_util import tree_flatten_with_path
 
+from nnx_norm import Normalizer
 from nnx_norm.tree import canonicalize, is_mapping, is_none, keys_of, path_name
 
 Pair = namedtuple("Pair", "left right")
@@ -147,3 +148,18 @@ def test_a_path_begins_with_its_parents_name(parent, child):
         k.replace("~1", "/").replace("~0", "~") for k in path_name(child).split("/")
     ]
     assert tuple(read) == child
+
+
+@pytest.mark.parametrize("keys", [(1, "3"), ("a", None), ("a", ("b",))])
+def test_keys_that_jax_cannot_sort_are_refused_by_name(keys: Any):
+    mapping = {"goal": dict.fromkeys(keys, 2)}
+    with pytest.raises(ValueError, match="has the keys .* can't sort; expected keys"):
+        canonicalize(mapping)
+    with pytest.raises(ValueError, match="can't sort"):
+        Normalizer(mapping)
+    with pytest.raises(ValueError, match="can't sort"):
+        Normalizer({"goal": 2}).normalize(mapping)
+
+
+def test_keys_of_two_types_that_sort_are_taken():
+    assert canonicalize({1: "a", 2.5: "b"}) == {1: "a", 2.5: "b"}
