@@ -177,7 +177,7 @@ CONSTRUCTORS = {
     "port prior infinite": bad(
         "none", made(RunningMeanStd, 4, initial_count=np.inf), V, "initial_count"
     ),
-    "gamma missing": bad("none", made(RewardNormalizer), K, "gamma"),
+    "gamma, num_envs missing": bad("none", made(RewardNormalizer), K, "gamma"),
     "gamma 99": bad("none", made(RewardNormalizer, 99), V, "gamma", "<= 1"),
     "gamma nan": bad("none", made(RewardNormalizer, np.nan), V, "gamma"),
     "gamma negative": bad("none", made(RewardNormalizer, -0.1), V, "gamma", ">= 0"),
@@ -617,13 +617,13 @@ SETTERS = {
         "reward",
         lambda m: Normalizer.from_dict(m.to_dict()),
         V,
-        "initial_std, emit missing",
+        "initial_std, emit, max_count",
     ),
     "build rewards of inputs": bad(
         "one",
         lambda m: RewardNormalizer.from_dict(m.to_dict()),
         V,
-        "gamma missing",
+        "gamma, num_envs missing",
         "from_dict of the class",
     ),
     "build rewards of a setting": bad(
