@@ -121,12 +121,11 @@ def residual_of(value: Array, residual: Array) -> Array:
       >>> residual_of(value, jnp.float32([1.0, 1.0])).tolist()
       [1.0, 0.0]
     """
-    xp = namespace(value)
     owned = abs(residual) <= spacing(value)
-    return xp.where(owned, residual, xp.zeros_like(residual))
+    return _either(owned, residual, namespace(value).zeros_like(residual))
 
 
-def split(x: Array) -> tuple[Array, Array]:
+def split(x: Array, *, finite: bool = False) -> tuple[Array, Array]:
     """Value and residual of a float64 array; the inverse of `join`.
 
     Call it inside `double()`. `split(join(*split(x))) == split(x)` bit for bit, but
@@ -135,6 +134,8 @@ def split(x: Array) -> tuple[Array, Array]:
 
     Args:
       x: float64 array of any shape, of JAX or NumPy.
+      finite: Whether only elements are used that float32 holds: not to look for others
+        saves a sixth of an update's operations, see `slices.TINY`.
 
     Returns:
       Two float32 arrays of that shape.
@@ -145,11 +146,25 @@ def split(x: Array) -> tuple[Array, Array]:
       >>> float(value), float(residual)
       (0.10000000149011612, -1.4901161415892261e-09)
     """
-    xp = namespace(x)
     with np.errstate(over="ignore", invalid="ignore"):  # infinite values, as said
         value = x.astype(np.float32)
         rest = (x - value.astype(np.float64)).astype(np.float32)
         # Rounding the residual can carry into the value (a tie): their sum settles it.
-        settled = xp.where(xp.isfinite(value), value + rest, value)
+        settled = value + rest
+        if not finite:
+            settled = _either(_is_finite(value), settled, value)
         rest = rest - (settled - value)
-    return settled, xp.where(xp.isfinite(settled), rest, np.float32(0))
+    if finite:
+        return settled, rest
+    return settled, _either(_is_finite(settled), rest, namespace(x).zeros_like(rest))
+
+
+def _either(flag: Array, yes: Array, no: Array) -> Array:
+    """Of two arrays of one shape; `jnp.where` takes longer to trace and to compile."""
+    return (
+        np.where(flag, yes, no) if namespace(yes) is np else lax.select(flag, yes, no)
+    )
+
+
+def _is_finite(x: Array) -> Array:
+    return np.isfinite(x) if namespace(x) is np else lax.is_finite(x)

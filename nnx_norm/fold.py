@@ -71,7 +71,8 @@ def fold_inputs(
     Returns:
       New values and residuals; bit for bit the old ones if nothing was to fold.
     """
-    local = on_one_cpu(*history)  # here, where arrays still know their devices
+    arrays = jax.tree.leaves((value, residual, history, mask, weights))
+    local = on_one_cpu(*arrays)  # here, where they still know their devices
     step = partial(_fold_inputs, lead=lead, rule=rule, local=local)
     return step(value, residual, history, mask, weights)
 
@@ -90,11 +91,14 @@ def _fold_inputs(
 ) -> tuple[Statistics, Statistics]:
     old = value, residual
 
-    def step(*arrays: Any) -> tuple[Statistics, Statistics]:
-        value, residual, history, mask, weights = arrays
+    def step(
+        value: Statistics,
+        residual: Statistics,
+        history: list[jax.Array],
+        *given: jax.Array | None,
+    ) -> tuple[Statistics, Statistics]:
         read = partial(lift, lead=lead, skip=rule.skip, local=local)
-        batch = read(history, value.moments, mask, weights)
-        return advance(value, residual, batch, rule)
+        return advance(value, residual, read(history, value.moments, *given), rule)
 
     with double():
         return automatic(step, *old, history, mask, weights, like=old)
@@ -159,7 +163,7 @@ def lift(
 
 def emit(x: list[jax.Array], running: Moments, *, lead: int, skip: bool) -> Emitted:
     """Moments of one batch `[*lead, *feat]`, for `fold_moments` to take later."""
-    local = on_one_cpu(*x)  # as in fold_inputs
+    local = on_one_cpu(*jax.tree.leaves((x, running)))  # as in fold_inputs
     return _emit(x, running, lead=lead, skip=skip, local=local)
 
 

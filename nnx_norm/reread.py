@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from nnx_norm.explicit import automatic, features_of
 from nnx_norm.samples import float_dtype
 from nnx_norm.slices import careful_in_slices
-from nnx_norm.sums import FUSED_ON_CPU, WHOLE_ON_CPU, Sums, on_one_cpu, sums
+from nnx_norm.sums import FUSED_ON_CPU, Sums, in_slices, on_one_cpu, sums
 from nnx_norm.weighting import Weighting, leave_out, weigh
 
 LOST = 1.25
@@ -125,9 +125,9 @@ def _batch_sums(
     if local is None:
         local = on_one_cpu(*leaves)
     read = partial(_read, leaves, lead, local=local)
-    given = weigh(leaves[0].shape[:lead], mask, weights)
+    given = weigh(leaves[0].shape[:lead], mask, weights, local=local)
     first = read(shift, given, careful=False)
-    sliced = local and all(x.size and x.dtype not in WHOLE_ON_CPU for x in leaves)
+    sliced = local and in_slices(leaves)
     # An accelerator's reductions add long chains of float32, good to a few eps of the
     # distance: not enough where all of it goes to M2.
     allowed = jnp.asarray(prior if jax.default_backend() == "cpu" else 0.0)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from nnx_norm import distributed, moments
 from nnx_norm.extended import join, split
@@ -76,7 +78,10 @@ def separated(statistics: Statistics) -> tuple[Statistics, Statistics]:
 
 
 def advance(
-    value: Statistics, residual: Statistics, batch: Lifted, rule: Rule
+    value: Statistics,
+    residual: Statistics,
+    batch: Lifted,
+    rule: Rule,
 ) -> tuple[Statistics, Statistics]:
     """Merge a batch, or refuse it; one collective if there is an axis.
 
@@ -99,7 +104,8 @@ def advance(
         )
     old = joined(value, residual)
     merged = moments.merge(_forget(old.moments, rule.decay), batch.moments)
-    both = [together(*leaf) for leaf in zip(merged.mean, merged.M2, strict=True)]
+    leaves = zip(merged.mean, merged.M2, strict=True)
+    both = [together(*leaf) for leaf in leaves]
     merged = Moments([a for a, _ in both], [b for _, b in both], merged.count)
 
     is_open = jnp.full((), True)
@@ -111,7 +117,7 @@ def advance(
 
     kept, more = offered & held, is_open & (left_out > 0)
     leaves = [
-        _chosen((kept, kept), news, olds)
+        _chosen((kept, kept), news, olds, finite=rule.skip)
         for news, *olds in zip(
             both, value.mean, residual.mean, value.M2, residual.M2, strict=True
         )
@@ -130,12 +136,16 @@ def advance(
 
 
 def _chosen(
-    when: Sequence[jax.Array], news: Sequence[jax.Array], olds: Sequence[jax.Array]
+    when: Sequence[jax.Array],
+    news: Sequence[jax.Array],
+    olds: Sequence[jax.Array],
+    *,
+    finite: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Value and residual of each new array where it is wanted, else the old ones."""
-    pairs = [part for new in news for part in split(new)]
+    pairs = [part for new in news for part in split(new, finite=finite)]
     flags = [flag for flag in when for _ in range(2)]
-    return together(*map(jnp.where, flags, pairs, olds))
+    return together(*map(lax.select, flags, pairs, olds))
 
 
 def _forget(running: Moments, decay: float | None) -> Moments:
@@ -148,8 +158,8 @@ def _forget(running: Moments, decay: float | None) -> Moments:
 def _all_finite(merged: Moments) -> jax.Array:
     """Whether float32 holds means, M2s and the counter."""
 
-    def held(x: jax.Array) -> jax.Array:
-        return jnp.isfinite(x.astype(jnp.float32))
+    def held(x: jax.Array) -> jax.Array:  # also between it and the next, which rounds
+        return jnp.abs(x) <= float(np.finfo(np.float32).max)
 
     leaves = zip(merged.mean, merged.M2, strict=True)
     flags = [all_pair(held(mean), held(M2)) for mean, M2 in leaves]

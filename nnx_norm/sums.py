@@ -23,6 +23,7 @@ to read, none of which materialises anything of the history's size:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +71,22 @@ def on_one_cpu(*arrays: jax.Array) -> bool:
         return jax.default_backend() == "cpu" and (cut or jax.device_count() == 1)
     devices = set().union(*(x.sharding.device_set for x in arrays))
     return len(devices) <= 1 and all(device.platform == "cpu" for device in devices)
+
+
+def in_slices(leaves: Sequence[jax.Array]) -> bool:
+    """Whether arrays that lie whole on one CPU device are read in slices, all of them.
+
+    Args:
+      leaves: Arrays of samples.
+
+    Returns:
+      False if one is empty or of a dtype that is converted as a whole.
+
+    Example:
+      >>> in_slices([jnp.ones(3)]), in_slices([jnp.ones(3), jnp.ones(3, jnp.bfloat16)])
+      (True, False)
+    """
+    return all(x.size and x.dtype not in WHOLE_ON_CPU for x in leaves)
 
 
 def sums(

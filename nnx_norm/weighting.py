@@ -30,7 +30,11 @@ class Weighting(NamedTuple):
 
 
 def weigh(
-    sizes: tuple[int, ...], mask: jax.Array | None, weights: jax.Array | None
+    sizes: tuple[int, ...],
+    mask: jax.Array | None,
+    weights: jax.Array | None,
+    *,
+    local: bool | None = None,
 ) -> Weighting:
     """One weight per sample from mask and weights; call it inside `double()`.
 
@@ -39,6 +43,7 @@ def weigh(
       mask: None, or bool array over a leading prefix of them.
       weights: None, or real array over such a prefix. Negative and non-finite ones
         where the mask is set count as skipped.
+      local: Whether both lie whole on one CPU device; None finds out.
 
     Returns:
       The weights, with axes of size 1 behind a prefix.
@@ -56,15 +61,15 @@ def weigh(
         return Weighting(None, total, total, nothing)
     masks = [] if mask is None else [_over(mask, len(sizes))]
     if weights is None:
-        return _tally(masks[0], sizes, nothing)
+        return _tally(masks[0], sizes, nothing, local)
     weight = _over(weights, len(sizes))
     weight = weight if weight.dtype == jnp.float64 else weight.astype(jnp.float32)
     valid = jnp.isfinite(weight) & (weight >= 0)
     refused = ~valid if mask is None else ~valid & masks[0]
     for keep in (valid, *masks):
         weight = jnp.where(keep, weight, 0)
-    skipped = _tally(refused, sizes, nothing).rows
-    return _tally(weight, sizes, skipped)
+    skipped = _tally(refused, sizes, nothing, local).rows
+    return _tally(weight, sizes, skipped, local)
 
 
 def leave_out(given: Weighting, bad: jax.Array) -> Weighting:
@@ -96,13 +101,18 @@ def _over(weight: jax.Array, lead: int) -> jax.Array:
     return weight.reshape(weight.shape + (1,) * (lead - weight.ndim))
 
 
-def _tally(weight: jax.Array, sizes: tuple[int, ...], skipped: jax.Array) -> Weighting:
+def _tally(
+    weight: jax.Array,
+    sizes: tuple[int, ...],
+    skipped: jax.Array,
+    local: bool | None = None,
+) -> Weighting:
     """Sums of weights; those of a prefix stand for several samples each."""
     times = math.prod(
         n for n, m in zip(sizes, weight.shape, strict=True) if m == 1 and n != 1
     )
     axes = tuple(range(weight.ndim))
-    if on_one_cpu(weight):
+    if on_one_cpu(weight) if local is None else local:
         one = weight.astype(jnp.bool_).astype(jnp.int32)
         count, rows = total_pair(weight.astype(jnp.float64), one, axes)
     else:  # for a pair XLA gathers the sums of all devices

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from nnx_norm.extended import double
 from nnx_norm.fold import (
     Rule,
     Statistics,
+    _fold_inputs,
     emit,
     fold_inputs,
     fold_moments,
@@ -533,3 +535,40 @@ def test_a_jump_leaves_the_mean_within_its_bound(rows):
         error = np.abs(numbers(state).mean - every.mean(0)) / every.std(0)
         worst = max(worst, error.max())
     assert worst <= 1e-7
+
+
+def test_small_updates_run_on_the_calling_thread():
+    """XLA's CPU client does so with less than 1000 operations, loops taken once."""
+    small, x = empty(8), jnp.zeros((1000, 1, 8), jnp.float32)
+    update = partial(_fold_inputs, lead=2, rule=PLAIN, local=True)
+    compiled: Any = jax.jit(update).lower(*small, [x], None, None).compile()
+    assert compiled.cost_analysis()["flops"] < 1000
+
+
+@pytest.mark.parametrize("kind", ["all", "mask", "weights"])
+def test_large_batches_of_one_feature_are_read_again_around_a_nan(kind):
+    """XLA hands large sums of one operand to a library."""
+    x = np.random.default_rng(5).normal(3, 2, (70, 1024)).astype(np.float32)
+    x[3, 3] = np.nan
+    flags = (np.arange(x.size).reshape(x.shape) % 3 > 0) | (kind == "all")
+    mask = flags if kind == "mask" else None
+    weights = flags.astype(np.float32) if kind == "weights" else None
+    got = numbers(eager(empty(), x, mask, weights))
+    rows = x[np.isfinite(x) & flags].astype(np.float64)
+    assert got.count == rows.size and got.skipped == flags[3, 3]
+    np.testing.assert_allclose(got.mean, rows.mean(), rtol=1e-9)
+    np.testing.assert_allclose(got.M2, rows.size * rows.var(), rtol=1e-9)
+
+
+def test_statistics_split_over_devices_take_a_history_of_one():
+    """The history goes where they are."""
+    mesh = jax.make_mesh((jax.device_count(),), ("d",))
+    x = np.tile(normal(3, 2.0, updates=1)[0], jax.device_count())
+    state = empty(x.shape[-1])
+    split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["d"], []))
+    placed = jax.tree.map(
+        lambda v: jax.device_put(v, split if v.ndim else whole), state
+    )
+    got, one = numbers(eager(placed, x)), numbers(eager(state, x))
+    assert got.count == one.count
+    np.testing.assert_allclose(got.mean, one.mean, rtol=1e-9)

@@ -79,6 +79,21 @@ def test_what_float32_cannot_hold_is_refused_whole(M2):
     assert value.skipped == 2 + 1 + 6
 
 
+def test_what_rounds_to_infinity_in_two_steps_is_refused():
+    """Just below half a spacing beyond the largest, whose residual rounds up to it."""
+    M2 = float(np.finfo(np.float32).max) + 2.0**103 * (1 - 2.0**-27)
+    assert np.isfinite(np.float32(M2))  # teeth
+    with double():
+        one = jnp.asarray(1.0, jnp.float64)
+        leaf = jnp.zeros(1, jnp.float64)
+        batch = Lifted(Moments([leaf], [leaf + M2], one), one, 0 * one)
+        none = jax.tree.map(lambda v: v.astype(jnp.float32), (leaf, 0 * one))
+    empty = Statistics([none[0]], [none[0]], none[1], none[1])
+    with double():
+        value, _ = advance(empty, empty, batch, Rule())
+    assert value.M2[0].tolist() == [0] and float(value.skipped) == 1
+
+
 def kernels(compiled: Any) -> int:
     """Different kernels of a program; XLA compiles equal ones once."""
     text = compiled.as_text()
