@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nnx_norm import imported, moved
+from nnx_norm import imported, moved, sources
 from nnx_norm.conventions import ADDED_TO_VARIANCE
 from nnx_norm.imported import Module
 from nnx_norm.moved import Moved, exported, field, number, one_array, optional
@@ -40,7 +40,8 @@ def from_gymnasium(
 
     Raises:
       TypeError: `into` is no such module.
-      ValueError: There are no statistics in `source`, or they don't fit `into`.
+      ValueError: There are no statistics in `source`, it is of another library (a
+        `VecNormalize`, which clips: `from_sb3`), or they don't fit `into`.
 
     Example:
       >>> import types
@@ -50,7 +51,8 @@ def from_gymnasium(
       >>> norm.count, norm.normalize(np.float32([1.0, 5.0])).tolist()
       (9.5, [0.0, 2.0])
     """
-    own = _own(source)
+    sources.expect(source, "from_gymnasium")
+    own = sources.own(source)
     bare = "obs_rms" not in own and "var" in own
     wrapper = {} if bare else _layer(source, "obs_rms", "env")
     epsilon = number(optional(wrapper, "epsilon", epsilon))
@@ -90,6 +92,7 @@ def from_gymnasium_rewards(source: Any, *, into: Module | None = None) -> Any:
       >>> float(from_gymnasium_rewards(wrapper).normalize(4.0))
       2.0
     """
+    sources.expect(source, "from_gymnasium_rewards")
     wrapper = _layer(source, "return_rms", "env")
     epsilon = number(field(wrapper, "epsilon"))
     running = optional(wrapper, "accumulated_reward")
@@ -157,6 +160,7 @@ def from_sb3(source: Any, *, into: Module | None = None) -> Any:
       >>> from_sb3(venv).normalize(np.float32([5.0, 99.0])[:, None]).tolist()
       [[2.0], [10.0]]
     """
+    sources.expect(source, "from_sb3")
     wrapper = _layer(source, "obs_rms", "venv")
     rms, epsilon = field(wrapper, "obs_rms"), number(field(wrapper, "epsilon"))
     if not is_mapping(rms):
@@ -202,6 +206,7 @@ def from_sb3_rewards(source: Any, *, into: Module | None = None) -> Any:
       >>> from_sb3_rewards(venv).normalize(np.float32([4.0, 99.0])).tolist()
       [2.0, 5.0]
     """
+    sources.expect(source, "from_sb3_rewards")
     wrapper = _layer(source, "ret_rms", "venv")
     epsilon = number(field(wrapper, "epsilon"))
     return imported.rewards(
@@ -247,23 +252,20 @@ def to_sb3(module: Any, *, epsilon: float = EPSILON) -> dict[str, Any]:
 
 
 def _layer(source: Any, name: str, inner: str) -> dict[str, Any]:
-    """The attributes of the wrapper, of those around an environment, that has one.
-
-    Its own: `getattr` would ask the environments below, or recurse without one.
-    """
+    """The attributes of the wrapper, of those around an environment, that has one."""
     layer = source
-    while layer is not None and name not in _own(layer):
-        layer = _own(layer).get(inner)
+    while layer is not None and name not in sources.own(layer):
+        layer = sources.own(layer).get(inner)
     if layer is None:
         raise ValueError(
             f"The {type(source).__name__} has no {name!r}, nor has what it wraps: it "
-            "normalizes something else, or nothing yet."
+            "normalizes something else, or nothing yet"
+            + "".join(
+                f"; interop.{r} reads it" for r in sorted(sources.readers(source))
+            )
+            + "."
         )
-    return _own(layer)
-
-
-def _own(layer: Any) -> dict[str, Any]:
-    return dict(layer) if is_mapping(layer) else getattr(layer, "__dict__", {})
+    return sources.own(layer)
 
 
 def _of_rms(rms: Any, epsilon: float) -> Moved:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from nnx_norm import imported, moved
+from nnx_norm import imported, moved, sources
 from nnx_norm.conventions import ADDED_TO_VARIANCE, FLOORED
 from nnx_norm.imported import Module
 from nnx_norm.moved import Moved, exported, field, float64, number, optional
@@ -42,6 +42,7 @@ def from_nnx_ppo(source: Any, *, into: Module | None = None) -> Any:
       >>> from_nnx_ppo(saved).normalize(np.float32([5.0])).tolist()
       [2.0]
     """
+    sources.expect(source, "from_nnx_ppo")
     count = number(field(source, "counter"))
     epsilon = number(optional(source, "epsilon", 1e-6))
     M2 = float64(field(source, "M2"))
@@ -95,8 +96,8 @@ def from_brax(
     passes through, integers, is normalized here: `exclude` it in `into`.
 
     Args:
-      source: A `RunningStatisticsState` (the first of the parameters that training
-        returns), or what a checkpoint has of it, as a mapping.
+      source: A `RunningStatisticsState`, `params[0]` of what training returns, or what
+        a checkpoint has of it, as a mapping.
       clip: The `max_abs_value` that its `normalize` is called with.
       into: As in `from_nnx_ppo`; its own clip stays. None makes a `Normalizer`.
 
@@ -116,13 +117,17 @@ def from_brax(
       >>> norm.count, norm.normalize(np.float32([5.0])).tolist()
       (4294967300, [2.0])
     """
+    return _of_brax(source, "from_brax", clip, into)
+
+
+def _of_brax(source: Any, importer: str, clip: Any, into: Module | None) -> Any:
+    sources.expect(source, importer)
     count = _count(field(source, "count"))
     summed = float64(field(source, "summed_variance"))
-    variances = number(optional(source, "mode", 0)) == 1
-    n = 1.0 if variances else max(count, 1e-30)
-    variance = jax.tree.map(lambda s: np.maximum(s, 0.0) / n, summed)
-    std = float64(field(source, "std"))
-    found = Moved(float64(field(source, "mean")), variance, std, count)
+    n = max(count, 1e-30) if number(optional(source, "mode", 0)) != 1 else 1.0
+    mean, std = float64(field(source, "mean")), float64(field(source, "std"))
+    variance = moved.not_negative(jax.tree.map(lambda s: s / n, summed), mean)
+    found = Moved(mean, variance, std, count)
     return imported.normalizer(found, into, SMALLEST_STD**2, clip=clip)
 
 
@@ -181,7 +186,7 @@ def from_acme(
       >>> from_acme(saved, clip=1.5).normalize(np.float32([5.0])).tolist()
       [1.5]
     """
-    return from_brax(source, clip=clip, into=into)
+    return _of_brax(source, "from_acme", clip, into)
 
 
 def to_acme(module: Any) -> dict[str, Any]:
@@ -241,6 +246,7 @@ def from_flax_batch_norm(
       >>> from_flax_batch_norm(stats, count=100, epsilon=0.0).count
       100
     """
+    sources.expect(source, "from_flax_batch_norm")
     for name, neutral in (("scale", 1.0), ("bias", 0.0)):
         learned = optional(source, name)
         if learned is not None and np.any(float64(learned) != neutral):
@@ -283,7 +289,7 @@ def to_flax_batch_norm(module: Any, *, epsilon: float = 1e-5) -> dict[str, Any]:
 
 
 def _count(count: Any) -> float:
-    """A count that may come as the two halves of an unsigned 64-bit integer."""
+    """A count, perhaps as the two halves of an unsigned 64-bit integer."""
     hi, lo = optional(count, "hi"), optional(count, "lo")
     if hi is None or lo is None:
         return number(count)

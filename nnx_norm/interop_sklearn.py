@@ -7,9 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from nnx_norm import imported
+from nnx_norm import imported, sources
 from nnx_norm.imported import Module
 from nnx_norm.moved import Moved, exported, field, float64, one_array, optional
+
+FITTED = ("with_mean", "with_std", "n_features_in_", "n_samples_seen_")
+FITTED += ("mean_", "scale_", "var_")
+"""What tells a fitted `StandardScaler` from other scalers with a `scale_`."""
 
 
 def from_sklearn(source: Any, *, into: Module | None = None) -> Any:
@@ -28,7 +32,8 @@ def from_sklearn(source: Any, *, into: Module | None = None) -> Any:
 
     Raises:
       TypeError: `into` is no such module.
-      ValueError: The scaler is not fitted, or the statistics don't fit `into`.
+      ValueError: It is another transformer (`MinMaxScaler`, `RobustScaler`, a
+        pipeline), the scaler is not fitted, or its statistics don't fit `into`.
 
     Example:
       >>> import types
@@ -39,6 +44,14 @@ def from_sklearn(source: Any, *, into: Module | None = None) -> Any:
       >>> from_sklearn(scaler).normalize(np.float32([2.0, 3.0])).tolist()
       [1.0, 3.0]
     """
+    sources.expect(source, "from_sklearn")
+    missing = [name for name in FITTED if not sources.has(source, name)]
+    if missing:
+        raise ValueError(
+            f"The {type(source).__name__} is no fitted StandardScaler: it has no "
+            f"{', '.join(missing)}. Of scikit-learn's transformers this reads that one "
+            "only; take it out of a Pipeline first."
+        )
     count = np.min(float64(field(source, "n_samples_seen_")))
     shape = (int(field(source, "n_features_in_")),)
     scaled, centred = optional(source, "with_std"), optional(source, "with_mean")

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from nnx_norm import imported, moved, state_dicts
+from nnx_norm import imported, moved, sources
 from nnx_norm.conventions import ADDED_TO_STD, FLOORED_OR_ONE
 from nnx_norm.imported import Module
 from nnx_norm.moved import Moved, exported, field, float64, number, one_array, optional
-from nnx_norm.tree import is_mapping
 
 
 def from_rsl_rl(
@@ -25,7 +24,8 @@ def from_rsl_rl(
 
     Args:
       source: An `EmpiricalNormalization`, or the state dict of a module with one.
-      prefix: Where it stands in a state dict, `"actor_obs_normalizer"`.
+      prefix: Where it stands in a state dict, `"actor_obs_normalizer"`. The error for
+        a wrong one names those that are there.
       epsilon: `eps`, which a state dict lacks.
       into: A module to fill in place, of which the settings stay: a `Normalizer` or a
         `RunningMeanStd`. None makes a `Normalizer`.
@@ -43,9 +43,9 @@ def from_rsl_rl(
       >>> norm.count, norm.normalize(np.float32([1.0, 6.0])).tolist()
       (10, [0.0, 2.0])
     """
-    source = _state(source, prefix)
+    source = sources.at_prefix(source, prefix, "from_rsl_rl", {"_mean", "_var"})
     epsilon = number(optional(source, "eps", epsilon))
-    mean, var = (float64(field(source, name))[0] for name in ("_mean", "_var"))
+    mean, var = (_row(source, name) for name in ("_mean", "_var"))
     found = moved.moved(mean, var, field(source, "count"), ADDED_TO_STD, epsilon)
     until = optional(source, "until")
     return imported.normalizer(found, into, _squared(epsilon), max_count=until)
@@ -85,7 +85,7 @@ def from_rsl_rl_rewards(
       >>> norm.count, norm.gamma, float(norm.normalize(4.0))
       (9, 0.9, 2.0)
     """
-    source = _state(source, prefix)
+    source = sources.at_prefix(source, prefix, "from_rsl_rl_rewards", {"emp_norm"})
     inner, returns = field(source, "emp_norm"), optional(source, "disc_avg", {})
     mean, var = (float64(field(inner, name)).reshape(()) for name in ("_mean", "_var"))
     found = moved.moved(mean, var, field(inner, "count"), FLOORED_OR_ONE, 0.0)
@@ -163,9 +163,9 @@ def from_skrl(
       >>> norm.normalize(np.float32([5.0, 99.0])[:, None]).tolist()
       [[2.0], [5.0]]
     """
-    source = _state(source, prefix)
-    epsilon = number(optional(source, "epsilon", epsilon))
     names = ("running_mean", "running_variance", "current_count")
+    source = sources.at_prefix(source, prefix, "from_skrl", set(names))
+    epsilon = number(optional(source, "epsilon", epsilon))
     mean, variance, count = (field(source, name) for name in names)
     found = moved.moved(mean, variance, number(count), ADDED_TO_STD, epsilon)
     clip = optional(source, "clip_threshold", clip)
@@ -223,7 +223,7 @@ def from_torchrl(
     Raises:
       TypeError: `into` is no such module.
       ValueError: The transform has seen nothing yet, or its statistics don't fit
-        `into`.
+        `into`; it has no such entry, or it is of another library.
 
     Example:
       >>> import types
@@ -234,14 +234,18 @@ def from_torchrl(
       >>> from_torchrl(transform).normalize(np.float32([5.0])).tolist()
       [2.0]
     """
+    sources.expect(source, "from_torchrl")
     sums, eps = optional(source, "_td"), number(field(source, "eps"))
     if sums is not None:  # VecNorm, whose epsilon is a floor of the variance
         last = (*key[:-1], f"{key[-1]}_count") if isinstance(key, tuple) else None
-        count = number(sums[last or f"{key}_count"])
+        count = number(_entry(source, sums, last or f"{key}_count", key))
     else:
-        count = _remembered(number(field(source, "_count")[key]), source.decay)
+        counts = field(source, "_count")
+        decay = number(field(source, "decay"))
+        count = _remembered(number(_entry(source, counts, key, key)), decay)
         eps = _squared(eps)
-    mean, std = (float64(getattr(source, name)[key]) for name in ("loc", "scale"))
+    parts = (field(source, name) for name in ("loc", "scale"))
+    mean, std = (float64(_entry(source, part, key, key)) for part in parts)
     variance = jax.tree.map(np.square, std)
     return imported.normalizer(Moved(mean, variance, std, count), into, eps)
 
@@ -251,13 +255,27 @@ def _remembered(count: float, decay: float) -> float:
     return count if decay == 1 else (1 - decay**count) / (1 - decay)
 
 
-def _state(source: Any, prefix: str) -> Any:
-    """A module as it is, or what a state dict has at a prefix."""
-    if not is_mapping(source):
-        return source
-    return state_dicts.find(
-        state_dicts.nested(source), prefix.split(".") * bool(prefix)
-    )
+def _entry(source: Any, entries: Any, name: Any, key: Any) -> Any:
+    """What a TensorDict has under a name, which belongs to an entry `key`."""
+    try:
+        return entries[name]
+    except (KeyError, TypeError, IndexError) as error:
+        known = optional(source, "in_keys")
+        raise ValueError(
+            f"The {type(source).__name__} has no statistics of {key!r}; it was made "
+            f"for {list(known) if known is not None else 'other entries'}."
+        ) from error
+
+
+def _row(source: Any, name: str) -> np.ndarray:
+    """The one row of statistics `[1, *feat]`."""
+    value = float64(field(source, name))
+    if np.ndim(value) == 0 or len(value) != 1:
+        raise ValueError(
+            f"{name} has the shape {np.shape(value)}; expected (1, ...), as rsl_rl's "
+            "EmpiricalNormalization has it."
+        )
+    return value[0]
 
 
 def _squared(epsilon: float) -> float:

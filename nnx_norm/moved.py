@@ -123,9 +123,47 @@ def moved(
     Returns:
       What to hand to `normalizer`.
     """
-    variance = jax.tree.map(lambda v: np.maximum(v, 0.0), float64(variance))
+    mean = float64(mean)
+    variance = not_negative(float64(variance), mean)
     std = jax.tree.map(lambda v: convention.divisor(v, epsilon), variance)
-    return Moved(float64(mean), variance, std, count)
+    return Moved(mean, variance, std, count)
+
+
+def not_negative(variance: PyTree, mean: PyTree) -> PyTree:
+    """Variances without what rounding has left of them below zero.
+
+    Args:
+      variance: Tree of arrays `[*feat]`.
+      mean: The same tree. A difference of squares in float32 is off by their rounding.
+
+    Returns:
+      The variances, 0 where they were negative.
+
+    Raises:
+      ValueError: One is further below zero, or the trees differ.
+
+    Example:
+      >>> not_negative(np.float64([-1e-9, 4.0]), np.zeros(2)).tolist()
+      [0.0, 4.0]
+    """
+    rounding = 4 * np.finfo(np.float32).eps
+
+    def cut(path: Any, v: np.ndarray, m: np.ndarray) -> np.ndarray:
+        size = np.square(m) + np.max(np.abs(v), initial=0.0)
+        if np.any(v < -rounding * size):
+            where = keystr(path) or "the input"
+            raise ValueError(
+                f"A variance of {where} is {np.min(v):g}; expected none below 0. The "
+                "state is damaged, or its entries mean something else."
+            )
+        return np.maximum(v, 0.0)
+
+    if jax.tree.structure(variance) != jax.tree.structure(mean):
+        raise ValueError(
+            f"The mean is {jax.tree.structure(mean)} and the variance "
+            f"{jax.tree.structure(variance)}; expected one structure for both."
+        )
+    return jax.tree_util.tree_map_with_path(cut, variance, mean)
 
 
 def exported(module: Any) -> Moved:

@@ -138,13 +138,19 @@ def as_numpy(array: Any) -> np.ndarray:
         or list of numbers.
 
     Returns:
-      The array on the host, in its own dtype.
+      The array on the host, in its own dtype; of PyTorch's bfloat16 and smaller ones,
+      which NumPy lacks, in float32.
 
     Example:
       >>> as_numpy([1, 2]).tolist()
       [1, 2]
     """
-    for step in ("detach", "cpu", "numpy"):
+    for step in ("detach", "cpu"):
         if hasattr(array, step):
             array = getattr(array, step)()
+    if hasattr(array, "numpy"):
+        try:
+            array = array.numpy()
+        except TypeError:  # PyTorch's bfloat16, which NumPy doesn't know
+            array = array.float().numpy()
     return np.asarray(array)

@@ -91,3 +91,23 @@ def test_rewards_of_rsl_rl_bring_discount_and_returns_of_a_module():
     assert from_rsl_rl_rewards(source, into=port) is port
     assert float(port.normalize(4.0)) == pytest.approx(2.0, rel=1e-6)
     assert port.discounted_reward.get_value().tolist() == [1.0, -1.0]
+
+
+def test_damaged_statistics_are_refused():
+    state = {"_mean": np.zeros((1, 2)), "_var": np.array([[1.0, -1.0]]), "count": 9}
+    with pytest.raises(ValueError, match="variance of the input is -1; expected none"):
+        from_rsl_rl(state)
+    state["_var"] = np.array([[1.0, -1e-8]])  # what rounding leaves
+    assert exported(from_rsl_rl(state)).std.tolist() == pytest.approx([1.01, 0.01])
+    state["_var"] = np.ones(2)
+    with pytest.raises(ValueError, match=r"_var has the shape \(2,\); expected \(1, "):
+        from_rsl_rl(state)
+
+
+def test_torchrl_of_another_entry_names_those_it_has():
+    parts = {"loc": {"goal": np.ones(1)}, "scale": {"goal": np.ones(1)}, "eps": 1e-4}
+    for counts in ({"_td": {"goal_count": 9}}, {"_td": None, "_count": {"goal": 9}}):
+        source = types.SimpleNamespace(decay=1.0, in_keys=["goal"], **counts, **parts)
+        with pytest.raises(ValueError, match=r"no statistics of 'obs'; .*\['goal'\]"):
+            from_torchrl(source, "obs")
+        assert from_torchrl(source, "goal").count == 9

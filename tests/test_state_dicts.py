@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saved states of every form."""
 
+import types
 from typing import Any
 
 import jax.numpy as jnp
@@ -64,3 +65,23 @@ def test_arrays_of_other_libraries():
 
     for array in (Lazy(), jnp.arange(3.0), np.arange(3.0), [0.0, 1.0, 2.0]):
         assert as_numpy(array).tolist() == [0.0, 1.0, 2.0]
+
+
+class OfAnotherLibrary:
+    """A tensor of a dtype that NumPy lacks: PyTorch's bfloat16 does this."""
+
+    def detach(self) -> "OfAnotherLibrary":
+        return self
+
+    cpu = detach
+
+    def numpy(self) -> np.ndarray:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+    def float(self) -> Any:
+        return types.SimpleNamespace(numpy=lambda: np.ones(1, np.float32))
+
+
+def test_tensors_of_a_dtype_that_numpy_lacks_come_as_float32():
+    array = as_numpy(OfAnotherLibrary())
+    assert array.dtype == np.float32 and array.tolist() == [1.0]
