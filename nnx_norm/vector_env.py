@@ -5,16 +5,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
-from gymnasium.vector.utils import batch_space
 
+from nnx_norm import env_rows
 from nnx_norm.normalizer import Normalizer
 from nnx_norm.rewards import RewardNormalizer
-from nnx_norm.samples import align_leading
+from nnx_norm.tree import keys_of, path_name
+
+try:
+    import gymnasium
+    from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+    from gymnasium.vector.utils import batch_space
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "nnx_norm.vector_env needs gymnasium: pip install 'nnx-norm[gymnasium]'",
+        name=error.name,
+    ) from error
 
 PyTree = Any
 
@@ -30,8 +38,11 @@ class NormalizeVectorEnv(VectorWrapper):
 
     The steps since the last fold wait, as they came, for the next one. Within a
     rollout every observation should see the same statistics: take `fold_every=None`
-    and call `fold` after each training step. `fold_every=1` is what
-    `gymnasium.wrappers.vector.NormalizeObservation` does.
+    and call `fold` after each training step. `fold_every=1` folds before it
+    normalizes, at a reset too, as `gymnasium.wrappers.vector.NormalizeObservation`
+    does; that one folds the rows again that a `reset_mask` leaves alone.
+
+    Observations, rewards and `final_obs` are arrays of the caller's own, to write to.
 
     Attributes:
       observations: The normalizer of observations, or None.
@@ -70,7 +81,9 @@ class NormalizeVectorEnv(VectorWrapper):
 
         Raises:
           TypeError: A normalizer is of another kind.
-          ValueError: `fold_every` is not positive.
+          ValueError: `fold_every` is not positive, the normalizers don't fit the
+            environment's observations or its scalar rewards, or are set to
+            `emit="moments"` or an `axis_name`.
         """
         super().__init__(env)
         if fold_every is not None and fold_every < 1:
@@ -79,6 +92,16 @@ class NormalizeVectorEnv(VectorWrapper):
             )
         _refuse_other("observations", observations, Normalizer)
         _refuse_other("rewards", rewards, RewardNormalizer)
+        for name, module in (("observations", observations), ("rewards", rewards)):
+            if module is not None:
+                _refuse_settings(name, module)
+        if observations is not None:
+            _refuse_unfit(observations, self.single_observation_space)
+        if rewards is not None and rewards.spec.shapes != ((),):
+            raise ValueError(
+                f"rewards was made for {rewards.spec.describe()}; expected the default "
+                "shape=(): a Gymnasium environment gives one number."
+            )
         self.observations, self.rewards = observations, rewards
         self.fold_every = fold_every
         self.raw_observations: PyTree = None
@@ -108,10 +131,12 @@ class NormalizeVectorEnv(VectorWrapper):
             (rewards, terminated, truncated), valid = self._earned[-1]
             self._earned[-1] = (rewards, terminated, truncated | new), valid
         elif self.rewards is not None:
-            _restart(self.rewards, new)
+            env_rows.restart(self.rewards, new)
         self._ended = self._ended & ~new
         self._see(raw, new)
         self.raw_observations = raw
+        if self.fold_every == 1:
+            self.fold()
         return self._normalized(raw), infos
 
     def step(self, actions: Any) -> tuple[PyTree, Any, Any, Any, dict]:
@@ -131,25 +156,27 @@ class NormalizeVectorEnv(VectorWrapper):
         final, there = infos.get("final_obs"), np.empty(0, bool)
         if final is not None:
             there = np.asarray(infos["_final_obs"], bool)
-            final = _in_rows(raw, final, there)
+            final = env_rows.in_rows(raw, final, there)
             self._see(final, there)
         self.raw_observations, self.raw_rewards = raw, rewards
         self._steps += 1
         if self.fold_every is not None and self._steps >= self.fold_every:
             self.fold()
         if final is not None:
-            infos = infos | {"final_obs": _by_row(self._normalized(final), there)}
+            infos = infos | {
+                "final_obs": env_rows.by_row(self._normalized(final), there)
+            }
         if self.rewards is not None:
-            rewards = np.asarray(self.rewards.normalize(jnp.asarray(earned[0])))
+            rewards = np.array(self.rewards.normalize(jnp.asarray(earned[0])))
         return self._normalized(raw), rewards, terminated, truncated, infos
 
     def fold(self) -> None:
         """Fold what has been seen since the last fold into the statistics."""
         if self.observations is not None and self._seen:
-            rows, valid = _history(self._seen)
+            rows, valid = env_rows.history(self._seen)
             self.observations.update_statistics(rows, mask=valid)
         if self.rewards is not None and self._earned:
-            (rewards, terminated, truncated), valid = _history(self._earned)
+            (rewards, terminated, truncated), valid = env_rows.history(self._earned)
             self.rewards.update(rewards, terminated, truncated, valid)
         self._seen, self._earned, self._steps = [], [], 0
 
@@ -163,12 +190,14 @@ class NormalizeVectorEnv(VectorWrapper):
 
     def _normalized(self, raw: PyTree) -> PyTree:
         if self.observations is None:
-            return raw
-        match = self.observations.spec.match(raw, "observations")
+            return jax.tree.map(env_rows.copied, raw)
+        match = self.observations.spec.match(
+            jax.tree.map(env_rows.copied, raw), "observations"
+        )
         out = jax.tree.leaves(
             self.observations.normalize(jax.tree.map(jnp.asarray, raw))
         )
-        normalized = [np.asarray(out[i]) for i in match.kept]
+        normalized = [np.array(out[i]) for i in match.kept]
         return match.replace(normalized, others=True)  # bit for bit as they came
 
 
@@ -179,47 +208,43 @@ def _refuse_other(name: str, given: Any, kind: type) -> None:
         )
 
 
-def _history(steps: list[tuple[PyTree, np.ndarray]]) -> tuple[PyTree, jax.Array]:
-    """Rows `[T, B, *feat]` and which of them are valid, `[T, B]`.
-
-    T is rounded up to a power of two with rows that aren't: otherwise every rollout
-    with another number of resets in it would compile anew.
-    """
-    missing = (1 << (len(steps) - 1).bit_length()) - len(steps)
-
-    def stack(*rows: np.ndarray) -> jax.Array:
-        return jnp.asarray(np.stack([*rows, *[np.zeros_like(rows[0])] * missing]))
-
-    trees, valid = zip(*steps, strict=True)
-    return jax.tree.map(stack, *trees), stack(*valid)
-
-
-def _restart(rewards: RewardNormalizer, rows: np.ndarray) -> None:
-    """Running returns of some environments start anew."""
-
-    def cut(returns: jax.Array) -> jax.Array:
-        ends = align_leading(jnp.asarray(rows), returns)
-        return jnp.where(ends, jnp.zeros_like(returns), returns)
-
-    rewards.running_return.set_value(
-        jax.tree.map(cut, rewards.running_return.get_value())
-    )
+def _refuse_settings(name: str, module: Normalizer | RewardNormalizer) -> None:
+    """Settings under which no fold could ever work here."""
+    if getattr(module, "emit", "inputs") != "inputs":
+        raise ValueError(
+            f'{name} has emit={module.emit!r}; expected emit="inputs": which rows '
+            "are new is said by a mask."
+        )
+    if module.axis_name:
+        raise ValueError(
+            f"{name} has the axis_name {module.axis_name!r}; expected None: no axis is "
+            "mapped outside of JAX."
+        )
+    if members := module.counter.get_value().shape:
+        raise ValueError(f"{name} is a population {members}; expected one normalizer.")
 
 
-def _in_rows(like: PyTree, final: Any, there: np.ndarray) -> PyTree:
-    """Terminal observations in the rows of a batch of observations."""
-    batch = jax.tree.map(np.array, like)
-    for i in np.flatnonzero(there):
-        jax.tree.map(lambda rows, leaf, i=i: rows.__setitem__(i, leaf), batch, final[i])
-    return batch
+def _refuse_unfit(observations: Normalizer, space: gymnasium.Space) -> None:
+    """Raise unless a normalizer is for the observations of a space, leaf by leaf."""
+    spec = observations.spec
+    match = spec.match(_zeros(space), "The environment's observations")
+    for at, i, shape in zip(spec.kept, match.kept, spec.features, strict=True):
+        if (theirs := np.shape(match.leaves[i])) != shape:
+            where = path_name(keys_of(spec.paths[at]))
+            raise ValueError(
+                f"The environment's observations have the shape {theirs}"
+                f"{f' at {where}' if where else ''}; the normalizer was made for "
+                f"{shape}. Pass it env.single_observation_space.shape."
+            )
 
 
-def _by_row(batch: PyTree, there: np.ndarray) -> np.ndarray:
-    """The inverse of `_in_rows`: an array of one observation, or None, each."""
-    rows = np.full(len(there), None, object)
-    for i in np.flatnonzero(there):
-        rows[i] = jax.tree.map(lambda leaf, i=i: leaf[i], batch)
-    return rows
+def _zeros(space: gymnasium.Space) -> PyTree:
+    """Something of the structure and shapes of one observation."""
+    if isinstance(space, gymnasium.spaces.Dict):
+        return {key: _zeros(part) for key, part in space.spaces.items()}
+    if isinstance(space, gymnasium.spaces.Tuple):
+        return tuple(map(_zeros, space.spaces))
+    return np.zeros(space.shape or ())
 
 
 def _unbounded(space: gymnasium.Space, mean: PyTree, clip: float) -> gymnasium.Space:

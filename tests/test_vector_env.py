@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vector environments: what they did is what is folded, in every autoreset mode."""
 
+import runpy
+import sys
 from typing import Any
 
 import gymnasium
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from nnx_norm import Normalizer, RewardNormalizer
+from nnx_norm import Normalizer, RewardNormalizer, vector_env
 from nnx_norm.vector_env import NormalizeVectorEnv
 
 GAMMA = 0.9
@@ -216,3 +220,104 @@ def test_normalizers_of_the_other_kind_are_refused():
     other = Normalizer(2)
     with pytest.raises(TypeError, match="rewards is a Normalizer; expected a Reward"):
         NormalizeVectorEnv(vector, rewards=other)
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingDict])
+def test_what_comes_out_belongs_to_the_caller(kind: Any):
+    vector, _ = made(AutoresetMode.SAME_STEP, kind)
+    shape = 2 if kind is Counting else {"pos": 2, "goal": ()}
+    exclude = () if kind is Counting else ["goal"]
+    norm, rewards = Normalizer(shape, exclude=exclude), RewardNormalizer(GAMMA)
+    wrapped = NormalizeVectorEnv(vector, norm, rewards)
+    out: list[Any] = [wrapped.reset()[0]]
+    for _ in range(5):  # episodes have four steps at most: final_obs is there
+        observation, reward, _, _, infos = wrapped.step(np.zeros(3, int))
+        out += [observation, reward, *infos.get("final_obs", ())]
+    arrays = [a for a in jax.tree.leaves(out) if isinstance(a, np.ndarray)]
+    assert len(arrays) > 11 and all(a.flags.writeable for a in arrays)
+    raw = [np.array(a) for a in jax.tree.leaves(wrapped.raw_observations)]
+    for array in arrays:
+        array[...] = 7
+    for a, b in zip(raw, jax.tree.leaves(wrapped.raw_observations), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_wrappers_of_gymnasium_that_write_go_on_top():
+    vector, _ = made(AutoresetMode.NEXT_STEP)
+    wrapped: Any = NormalizeVectorEnv(vector, Normalizer(2), RewardNormalizer(GAMMA))
+    wrapped = gymnasium.wrappers.vector.ClipReward(wrapped, -0.5, 0.5)
+    wrapped = gymnasium.wrappers.vector.FlattenObservation(wrapped)
+    assert wrapped.reset()[0].shape == (3, 2)
+    for _ in range(3):
+        _, reward, *_ = wrapped.step(np.zeros(3, int))
+    assert np.all(np.abs(reward) <= 0.5)
+
+
+def test_folding_every_step_is_what_gymnasium_does_from_the_reset_on():
+    theirs = gymnasium.wrappers.vector.NormalizeObservation(
+        made(AutoresetMode.NEXT_STEP)[0]
+    )
+    ours = NormalizeVectorEnv(made(AutoresetMode.NEXT_STEP)[0], Normalizer(2))
+    pairs = [(ours.reset()[0], theirs.reset()[0])]
+    for _ in range(6):
+        pairs.append(tuple(env.step(np.zeros(3, int))[0] for env in (ours, theirs)))
+    for i, (a, b) in enumerate(pairs):  # its prior sample: 1e-4 of mean 0, at 1e3
+        np.testing.assert_allclose(a[:, 1], b[:, 1], atol=2e-4, err_msg=str(i))
+    assert np.std(pairs[0][0]) == pytest.approx(1, rel=1e-3)
+
+
+def test_a_reward_normalizer_of_more_environments_starts_anew():
+    rewards = RewardNormalizer(GAMMA, num_envs=6)
+    rewards.update(np.ones((1, 6)), np.zeros((1, 6), bool))
+    wrapped = NormalizeVectorEnv(made(AutoresetMode.NEXT_STEP)[0], None, rewards)
+    wrapped.reset()
+    wrapped.step(np.zeros(3, int))
+    assert rewards.count == 9
+    returns = rewards.running_return.get_value()
+    ended = wrapped._ended
+    assert returns.shape == (3,)
+    raw = np.where(ended, 0, wrapped.raw_rewards)
+    np.testing.assert_allclose(returns, raw, rtol=1e-6)
+
+
+UNFIT: dict[str, Any] = {
+    r"observations at 'vel'|'vel'": lambda: ({"pos": 2, "goal": (), "vel": 1}, {}),
+    r"'goal'": lambda: ({"pos": 2}, {}),
+    r"shape \(2,\) at pos; the normalizer was made for \(3,\)": lambda: (
+        {"pos": 3, "goal": ()},
+        {"exclude": ["goal"]},
+    ),
+    r'emit=.moments.; expected emit="inputs"': lambda: (
+        {"pos": 2, "goal": ()},
+        {"emit": "moments"},
+    ),
+    r"axis_name .*; expected None": lambda: (
+        {"pos": 2, "goal": ()},
+        {"axis_name": "i"},
+    ),
+}
+
+
+@pytest.mark.parametrize("told", UNFIT)
+def test_a_normalizer_that_cannot_work_is_refused_at_construction(told: str):
+    shape, settings = UNFIT[told]()
+    vector, _ = made(AutoresetMode.NEXT_STEP, CountingDict)
+    with pytest.raises(ValueError, match=told):
+        NormalizeVectorEnv(vector, Normalizer(shape, **settings))
+
+
+def test_rewards_of_another_shape_and_populations_are_refused():
+    vector, _ = made(AutoresetMode.NEXT_STEP)
+    with pytest.raises(ValueError, match=r"shape \(2,\); .* made for \(3,\)"):
+        NormalizeVectorEnv(vector, Normalizer(3))
+    with pytest.raises(ValueError, match=r"expected the default shape=\(\)"):
+        NormalizeVectorEnv(vector, rewards=RewardNormalizer(GAMMA, shape=2))
+    many = nnx.vmap(lambda _: Normalizer(2))(jnp.arange(4))
+    with pytest.raises(ValueError, match=r"population \(4,\); expected one"):
+        NormalizeVectorEnv(vector, many)
+
+
+def test_without_gymnasium_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'nnx-norm\[gymnasium"):
+        runpy.run_path(vector_env.__file__)
