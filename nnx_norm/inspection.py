@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_norm import serialization
+from nnx_norm import concrete, emitted, serialization, validation
 from nnx_norm.fold import Emitted
-from nnx_norm.normalizer import Normalizer
-from nnx_norm.routing import Container
 from nnx_norm.running_mean_std import RunningMeanStd
 from nnx_norm.samples import align_leading, deviation
 from nnx_norm.scaling import AddedStd, spreads, variance_of
@@ -56,9 +54,11 @@ def metrics(
 
     Args:
       module: Any module: a normalizer, a policy graph, a training state.
-      extras: What `module.update_statistics` takes: the history of its rollout extras.
-        Gives the share of normalized values beyond the clip, by the statistics of
-        now, where a normalizer has one and emits its inputs.
+      extras: What `module.update_statistics` takes: the history of its rollout extras;
+        of a module of your own with one normalizer or container in it, what that
+        takes, and with several a dict of these by path. Gives the share of normalized
+        values beyond the clip, by the statistics of now, where a normalizer has one
+        and emits its inputs.
       since: The module as it was, `nnx.clone(module)`, inside jit too; or an earlier
         `to_dict()` of a normalizer, of a larger module a dict of them by the path of
         the normalizer. Gives how far means have moved.
@@ -75,9 +75,11 @@ def metrics(
       - `drift`: Largest movement of a mean since then, in standard deviations.
 
     Raises:
-      ValueError: `since` doesn't fit, or `extras` don't fit the containers.
+      ValueError: `since` or `extras` don't fit, nobody can tell whose the extras are,
+        or they are those of a population.
 
     Example:
+      >>> from nnx_norm import Normalizer
       >>> norm = Normalizer(2, clip=1.0)
       >>> x = jnp.array([[[0.0, 5.0], [2.0, 5.0], [10.0, 5.0]]])
       >>> norm.update_statistics(x)
@@ -123,10 +125,13 @@ def features(
     module: nnx.Module, *, extras: PyTree = None, since: Any = None
 ) -> Iterator[Feature]:
     """The leaves of all normalizers in a model; see `metrics`."""
-    parts, found = dict(_parts(module, extras)), normalizers(module)
+    found = normalizers(module)
+    for one in found.values():
+        concrete.refuse_shapes(one.mean.get_value(), "metrics")
+    parts = emitted.by_normalizer(module, extras)
     before = _by_path(since, found)
     for path, normalizer in found.items():
-        clipped = _clipped(normalizer, parts.get(id(normalizer)))
+        clipped = _clipped(normalizer, parts.get(id(normalizer)), path)
         then = before.get(path)
         for i, (keys, mean, variance, std) in enumerate(_leaves(normalizer)):
             drift = None
@@ -151,7 +156,7 @@ def normalizers(module: nnx.Module) -> dict[str, Any]:
       TypeError: It is none, but an `nnx.State`, say, or what `nnx.split` gives.
 
     Example:
-      >>> from nnx_norm import Sequential
+      >>> from nnx_norm import Normalizer, Sequential
       >>> list(normalizers(Sequential([jnp.tanh, Normalizer(2)])))
       ['layers/1']
     """
@@ -185,25 +190,19 @@ def _leaves(module: Any) -> Iterator[tuple[Any, ...]]:
         yield keys_of(path), leaf, variance, std
 
 
-def _parts(module: Any, extras: PyTree) -> Iterator[tuple[int, Any]]:
-    """What each normalizer in a policy graph emitted, by its id."""
-    if extras is None:
-        return
-    if isinstance(module, Container):
-        parts = module._cut(extras, "extras")
-        for key, child in module._children().items():
-            yield from _parts(child, parts[key])
-    yield id(module), extras
-
-
-def _clipped(module: Any, inputs: PyTree) -> list[jax.Array] | None:
+def _clipped(module: Any, inputs: PyTree, path: str) -> list[jax.Array] | None:
     """Share of the values of each leaf beyond the clip."""
-    if not isinstance(module, Normalizer) or module.clip is None or inputs is None:
+    if inputs is None or (isinstance(inputs, Emitted) and module.emit == "moments"):
         return None
-    if isinstance(inputs, Emitted):
+    name = f"extras of {path}" if path else "extras"
+    _, history = validation.matched(module.spec, inputs, name, partial=True)
+    if members := module.counter.get_value().shape:
+        raise ValueError(
+            f"{name} are those of a population {members}: call this under the "
+            "nnx.vmap, for each member with its own."
+        )
+    if (clip := module.clip) is None:
         return None
-    match, clip = module.spec.match(inputs, "extras", partial=True), module.clip
-    history = [jnp.asarray(match.leaves[i]) for i in match.kept]
 
     def share(x: jax.Array, mean: jax.Array, std: jax.Array) -> jax.Array:
         d = jnp.abs(deviation(x, mean))

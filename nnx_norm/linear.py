@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nnx_norm import concrete
 from nnx_norm.moved import exported
 from nnx_norm.state_dicts import as_numpy
 
@@ -35,8 +36,8 @@ def fold_into_linear(normalizer: Any, linear: nnx.Linear) -> nnx.Linear:
 
     Raises:
       TypeError: `normalizer` is none, or `linear` is no `nnx.Linear`.
-      ValueError: The normalizer clips, excludes or has several leaves, or its shape
-        isn't that of the layer's input.
+      ValueError: The normalizer clips, excludes or has several leaves, its shape
+        isn't that of the layer's input, or this is inside jit, which has no numbers.
 
     Example:
       >>> from nnx_norm import Normalizer
@@ -95,7 +96,9 @@ def _affine(
     """Mean and divisor `[features]` of a normalizer that a linear layer can hold."""
     if not isinstance(linear, nnx.Linear):
         raise TypeError(f"linear is a {type(linear).__name__}; expected nnx.Linear.")
-    found, name = exported(normalizer), type(normalizer).__name__
+    who = "fold_into_linear" if clips else "fold_denormalize_into_linear"
+    concrete.refuse_traced([linear.kernel.get_value()], who)
+    found, name = exported(normalizer, who), type(normalizer).__name__
     clip = getattr(normalizer, "clip", None) if clips else None
     clip = getattr(normalizer, "clamp_value", None) if clip is None else clip
     if clip is not None:

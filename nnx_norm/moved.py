@@ -12,12 +12,13 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from nnx_norm import state_dicts
+from nnx_norm import concrete, state_dicts
 from nnx_norm.conventions import ADDED_TO_VARIANCE, Convention
 from nnx_norm.normalizer import Normalizer
 from nnx_norm.rewards import RewardNormalizer
 from nnx_norm.running_mean_std import RunningMeanStd
 from nnx_norm.scaling import variance_of
+from nnx_norm.statistics import RunningStatistics
 from nnx_norm.tree import canonicalize, is_mapping
 
 PyTree = Any
@@ -166,23 +167,26 @@ def not_negative(variance: PyTree, mean: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(cut, variance, mean)
 
 
-def exported(module: Any) -> Moved:
+def exported(module: Any, what: str = "An export") -> Moved:
     """Statistics of a module of ours, on their way to another library.
 
     Args:
       module: A `Normalizer`, a `RewardNormalizer` or one of the ports.
+      what: Who needs them, for messages.
 
     Returns:
       float64 NumPy arrays in the trees of the module, None where excluded.
 
     Raises:
       TypeError: It is something else.
-      ValueError: Its shape is unknown yet.
+      ValueError: Its shape is unknown yet, or it is traced by jit.
 
     Example:
       >>> exported(Normalizer(2)).std.tolist()
       [10.0, 10.0]
     """
+    if isinstance(module, RunningStatistics | RunningMeanStd):
+        concrete.refuse_traced(module.mean.get_value(), what)
     if isinstance(module, (Normalizer, RewardNormalizer)):
         s, tree = module._statistics64(), module.spec.unflatten
         return Moved(

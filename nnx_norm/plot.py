@@ -13,7 +13,8 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nnx_norm.inspection import features
+from nnx_norm import concrete
+from nnx_norm.inspection import features, normalizers
 
 # Okabe and Ito's colours, told apart by every kind of eye.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -74,6 +75,8 @@ class Recorder:
           step: When, in any unit: updates or environment steps.
           extras: As in `metrics`: gives the share of inputs beyond the clip.
         """
+        for one in normalizers(module).values():
+            concrete.refuse_traced(one.mean.get_value(), "Recorder.add")
         for feature in features(module, extras=extras):
             arrays = feature.mean, feature.std, feature.clipped
             mean, std, clipped = jax.device_get(arrays)

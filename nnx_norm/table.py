@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from nnx_norm import concrete
 from nnx_norm.inspection import PyTree, features, normalizers, numbers
 from nnx_norm.statistics import RunningStatistics
 
@@ -31,7 +32,8 @@ def summary(module: nnx.Module, *, extras: PyTree = None, since: Any = None) -> 
       at most epsilon, not finite. Columns in which nothing stands are left out.
 
     Raises:
-      ValueError: `since` or `extras` don't fit.
+      ValueError: `since` or `extras` don't fit (see `metrics`), or there are no numbers
+        yet: inside jit, or of `nnx.eval_shape`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -42,10 +44,13 @@ def summary(module: nnx.Module, *, extras: PyTree = None, since: Any = None) -> 
       path      shape  count  skipped  mean    std         dead  floored  nonfinite
       layers/0  (2,)   2      0        2 .. 5  0.001 .. 2  1     1        0
     """
+    found = normalizers(module)
+    for one in found.values():
+        concrete.refuse_traced(one.mean.get_value(), "summary")
     lines = [
         _cells(feature) for feature in features(module, extras=extras, since=since)
     ]
-    for path, empty in normalizers(module).items():
+    for path, empty in found.items():
         if not jax.tree.leaves(empty.mean.get_value()):
             lines.append(_about(path, empty) | {"shape": "none"})
     if not lines:

@@ -210,9 +210,10 @@ def _refuse_other(name: str, given: Any, kind: type) -> None:
 
 def _refuse_settings(name: str, module: Normalizer | RewardNormalizer) -> None:
     """Settings under which no fold could ever work here."""
-    if getattr(module, "emit", "inputs") != "inputs":
+    emit = getattr(module, "emit", "inputs")
+    if emit != "inputs":
         raise ValueError(
-            f'{name} has emit={module.emit!r}; expected emit="inputs": which rows '
+            f'{name} has emit={emit!r}; expected emit="inputs": which rows '
             "are new is said by a mask."
         )
     if module.axis_name:

@@ -209,3 +209,34 @@ def test_what_does_not_fit_is_refused():
         metrics(norm, since=[1])
     with pytest.raises(ValueError, match="a list of 2"):
         metrics(Sequential([norm]), extras=[None, None])
+
+
+class Own(nnx.Module):
+    def __init__(self, policy: Any):
+        self.policy = policy
+
+
+def test_share_beyond_the_clip_in_a_module_of_ones_own():
+    norm = Normalizer(2, clip=0.5)
+    x = jnp.array([[[0.0, 5.0], [2.0, 5.0]]])
+    norm.update_statistics(x)
+    agent = Own(Sequential([norm]))
+    for extras in ([x], {"policy": [x]}, {"policy/layers/0": x}):
+        assert metrics(agent, extras=extras)["policy/layers/0/clipped"] == 0.5
+
+
+def test_extras_of_another_shape_are_named():
+    norm = Normalizer(2, clip=1.0)
+    for bad in (jnp.ones((T, B, 3)), jnp.ones(())):
+        with pytest.raises(
+            ValueError, match=r"extras of layers/0 has shape .*expected"
+        ):
+            metrics(Sequential([norm]), extras=[bad])
+    with pytest.raises(ValueError, match="extras has shape"):
+        metrics(Normalizer(2), extras=jnp.ones((T, B, 3)))  # no clip to ask for
+    many = nnx.vmap(lambda _: Normalizer(2, clip=1.0))(jnp.arange(3))
+    x = jnp.ones((3, T, B, 2))
+    with pytest.raises(ValueError, match=r"extras are those of a population \(3,\)"):
+        metrics(many, extras=x)
+    each = nnx.vmap(lambda n, x: metrics(n, extras=x))(many, x)
+    assert each["clipped"].shape == (3,)
