@@ -34,6 +34,11 @@ class RunningReturn(nnx.Variable):
         value = super().get_value(**kwargs)
         return None if isinstance(value, NumEnvsNotGiven) else value
 
+    def set_value(self, value: Any, **kwargs: Any) -> None:
+        """Write them; None, as it was read, leaves the word for none yet."""
+        if value is not None or not isinstance(super().get_value(), NumEnvsNotGiven):
+            super().set_value(value, **kwargs)
+
 
 @jax.tree_util.register_static
 class NumEnvsNotGiven:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step of a running return."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from nnx_norm import RewardNormalizer, check_statistics, place
 from nnx_norm.returns import advance
 
 
@@ -28,3 +31,14 @@ def test_history_is_dropped_before_the_reward_is_added():
     old, rest, one = ([np.full((2, 3), v, np.float32)] for v in (4.0, 0.0, 1.0))
     new, _ = advance(old, rest, one, jnp.array([False, True]), 0.5)
     assert new[0].tolist() == [[3.0] * 3, [1.0] * 3]
+
+
+def test_what_is_not_there_yet_stays_so_by_its_own_name():
+    norm = RewardNormalizer(0.9)
+    before = nnx.graphdef(norm)
+    norm.running_return.set_value(norm.running_return.get_value())
+    place(norm, jax.make_mesh((2,), ("d",)), environments="d")
+    assert nnx.graphdef(norm) == before
+    check_statistics(norm)
+    norm.update(np.ones((1, 2), np.float32), np.zeros((1, 2)))
+    assert norm.running_return.get_value().tolist() == [1, 1]

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from nnx_norm import Normalizer, RewardNormalizer, vector_env
+from nnx_norm import Normalizer, RewardNormalizer, check_statistics, vector_env
 from nnx_norm.vector_env import NormalizeVectorEnv
 
 GAMMA = 0.9
@@ -321,3 +321,11 @@ def test_without_gymnasium_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'nnx-norm\[gymnasium"):
         runpy.run_path(vector_env.__file__)
+
+
+def test_a_reset_leaves_returns_that_are_not_there_yet_alone():
+    rewards = RewardNormalizer(GAMMA)
+    before = repr(nnx.graphdef(rewards))
+    NormalizeVectorEnv(SyncVectorEnv([Counting] * 2), None, rewards).reset()
+    assert repr(nnx.graphdef(rewards)) == before
+    check_statistics(rewards)
