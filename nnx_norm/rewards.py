@@ -24,10 +24,10 @@ MAY_BE_UNSET = ("clip", "axis_name")
 
 
 class RewardNormalizer(RunningStatistics):
-    r"""Divide rewards by the standard deviation of the discounted return.
+    """Divide rewards by the standard deviation of the discounted return.
 
-    Each environment carries a running return $R_t = \gamma R_{t-1} + r_t$ that ends
-    after the last reward of an episode, terminated or truncated; every $R_t$ is one
+    Each environment carries a running return `R[t] = γ R[t-1] + r[t]` that ends
+    after the last reward of an episode, terminated or truncated; every `R[t]` is one
     sample. Rewards are never centred: that would change the task. The divisor is 1
     while fewer than two different returns are known, so the first reward doesn't
     explode. `to_dict` and `copy_from` leave the running returns out. Without
