@@ -1,5 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running statistics as Flax NNX modules: exact, mergeable, read-only forward."""
+"""Running statistics as Flax NNX modules: exact, mergeable, read-only forward.
+
+What isn't here by name:
+
+- `nnx_norm.interop`: statistics of other libraries in and out, deployment.
+- `nnx_norm.plot`: pictures over training (extra `plot`).
+- `nnx_norm.vector_env`: around Gymnasium vector environments (extra `gymnasium`).
+- `nnx_norm.jax_env`: where episodes end in environments in JAX.
+- `nnx_norm.moments`, `nnx_norm.extended`: the monoid, pure, and its precision.
+- `nnx_norm.increments`: what workers send to a learner.
+- `nnx_norm.distributed`: moments united over devices and processes.
+- `nnx_norm.conventions`: how libraries keep a divisor away from zero.
+- `nnx_norm.running`: the ports, for code that moves over.
+"""
 
 from nnx_norm.combine import combine_moments
 from nnx_norm.distributed import all_reduce_processes

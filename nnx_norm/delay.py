@@ -20,7 +20,7 @@ from nnx_norm.tree import canonicalize, is_mapping
 
 
 class Delay(StatefulModule):
-    r"""The input of `k_steps` ago: $y_t = x_{t-k}$.
+    """The input of `k_steps` ago: `y[t] = x[t - k]`.
 
     The first `k_steps` outputs of an episode are filled with `initial_value`. For a
     normalizer behind the delay they are rows like others: put the normalizer ahead of

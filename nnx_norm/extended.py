@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Double precision out of two float32 arrays, whatever `jax_enable_x64` says.
+"""Double precision out of two float32 arrays, whatever `jax_enable_x64` says.
 
-A statistic $v$ is stored as a float32 *value* $h = \mathrm{fl}_{32}(v)$ and a
-float32 *residual* $l = \mathrm{fl}_{32}(v - h)$: 48 bits in all. `join` reads the
+A statistic `v` is stored as a float32 *value* `h = float32(v)` and a float32 *residual*
+`l = float32(v - h)`: 48 bits in all. `join` reads the
 pair as one float64 array inside `double()`, where the arithmetic is done; `split`
 rounds the result back. Checkpoints hold float32 only and so move between x64 modes.
 

@@ -20,9 +20,9 @@ EPSILON = 1e-8
 def from_gymnasium(
     source: Any, *, epsilon: float = EPSILON, into: Module | None = None
 ) -> Any:
-    r"""The observation statistics of Gymnasium, to normalize as it does.
+    """The observation statistics of Gymnasium, to normalize as it does.
 
-    It divides by $\sqrt{v + \epsilon}$. The count keeps its fraction, the weight of the
+    It divides by `√(variance + ε)`. The count keeps its fraction, the weight of the
     prior sample that it starts with (1e-4). Where epsilon is seen in a divisor, it is
     folded into the variance, and fades as samples come; from then on it is a floor.
 
@@ -134,9 +134,9 @@ def to_gymnasium(module: Any, *, epsilon: float = EPSILON) -> dict[str, Any]:
 
 
 def from_sb3(source: Any, *, into: Module | None = None) -> Any:
-    r"""The observation statistics of Stable-Baselines3, to normalize as it does.
+    """The observation statistics of Stable-Baselines3, to normalize as it does.
 
-    It clips $(x - \bar x) / \sqrt{v + \epsilon}$; for epsilon and the prior sample see
+    It clips `(x - mean) / √(variance + ε)`; for epsilon and the prior sample see
     `from_gymnasium`. Entries of a dict space that are not normalized pass through.
 
     Args:

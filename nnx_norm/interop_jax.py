@@ -218,9 +218,9 @@ def from_flax_batch_norm(
     epsilon: float = 1e-5,
     into: Module | None = None,
 ) -> Any:
-    r"""The running statistics of Flax's `BatchNorm`, to normalize as it does.
+    """The running statistics of Flax's `BatchNorm`, to normalize as it does.
 
-    It divides by $\sqrt{v + \epsilon}$; see `from_gymnasium` for what becomes of
+    It divides by `√(variance + ε)`; see `from_gymnasium` for what becomes of
     epsilon. Its statistics are exponential averages without a count: say for how many
     samples they shall stand when folding goes on, or freeze the module. The learned
     scale and bias stay behind.

@@ -17,9 +17,9 @@ from nnx_norm.moved import Moved, exported, field, float64, number, one_array, o
 def from_rsl_rl(
     source: Any, prefix: str = "", *, epsilon: float = 1e-2, into: Module | None = None
 ) -> Any:
-    r"""The statistics of rsl_rl's `EmpiricalNormalization`, to normalize as it does.
+    """The statistics of rsl_rl's `EmpiricalNormalization`, to normalize as it does.
 
-    It divides by $\sqrt{v} + \epsilon$, and its epsilon is no small one: it is folded
+    It divides by `√variance + ε`, and its epsilon is no small one: it is folded
     into the variance, and fades as samples come. `until` becomes `max_count`.
 
     Args:
@@ -137,9 +137,9 @@ def from_skrl(
     clip: float | None = 5.0,
     into: Module | None = None,
 ) -> Any:
-    r"""The statistics of skrl's `RunningStandardScaler`, to normalize as it does.
+    """The statistics of skrl's `RunningStandardScaler`, to normalize as it does.
 
-    It clips $(x - \bar x) / (\sqrt{v} + \epsilon)$, in its PyTorch and its JAX form.
+    It clips `(x - mean) / (√variance + ε)`, in its PyTorch and its JAX form.
     The count has the one prior sample of variance 1 in it, and the variance the
     unbiased estimates of its batches.
 

@@ -15,15 +15,13 @@ from nnx_norm.state_dicts import as_numpy
 
 
 def fold_into_linear(normalizer: Any, linear: nnx.Linear) -> nnx.Linear:
-    r"""The linear layer that takes raw observations, for a normalizer ahead of it.
+    """The linear layer that takes raw observations, for a normalizer ahead of it.
 
-    $$y = W^\top \frac{x - \bar x}{\sigma} + b
-        = \left(\frac{W}{\sigma}\right)^\top x
-          + \left(b - W^\top \frac{\bar x}{\sigma}\right),$$
+        y = Wᵀ (x - mean) / std + b = (W / std)ᵀ x + (b - Wᵀ mean / std)
 
-    computed in float64 and rounded once. With inputs far from zero, $|\bar x| \gg
-    \sigma$, the two terms cancel in the layer, which the normalizer avoids: the error
-    is about $(1 + |\bar x| / \sigma)$ roundings of the layer's dtype.
+    Computed in float64 and rounded once. With inputs far from zero, `|mean| >> std`,
+    the two terms cancel in the layer, which the normalizer avoids: the error is about
+    `1 + |mean| / std` roundings of the layer's dtype.
 
     Args:
       normalizer: A `Normalizer` or a `RunningMeanStd` of one array `[in_features]`,
@@ -55,12 +53,12 @@ def fold_into_linear(normalizer: Any, linear: nnx.Linear) -> nnx.Linear:
 
 
 def fold_denormalize_into_linear(linear: nnx.Linear, normalizer: Any) -> nnx.Linear:
-    r"""The linear layer that gives values in their own units.
+    """The linear layer that gives values in their own units.
 
     For a layer whose output goes through `normalizer.denormalize`, as that of a value
     head trained on normalized targets:
-    $y = \sigma (W^\top x + b) + \bar y$; of a `RewardNormalizer` there is no
-    $\bar y$. Computed in float64 and rounded once.
+    `y = std · (Wᵀ x + b) + mean`; of a `RewardNormalizer` there is no mean.
+    Computed in float64 and rounded once.
 
     Args:
       linear: The layer.

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Moments of samples: a monoid under `merge`, with `zeros` as its identity.
+"""Moments of samples: a monoid under `merge`, with `zeros` as its identity.
 
 `from_batch` lifts samples to their moments, `merge` unites two sets. Everything is
 computed in float64 inside a local 64-bit context and returned in the precision of the
 caller: float32 normally, float64 in x64 mode or inside `extended.double()`. A stored
 running statistic keeps the rest in a residual, see `nnx_norm.extended`.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -144,7 +142,7 @@ def _refuse_unequal(
 
 
 def from_sums(batch: BatchSums) -> Moments:
-    r"""Moments from sums about a shift: mean $s + S_1/n$, $M_2 = S_2 - S_1^2/n$.
+    """Moments from sums about a shift: mean `s + S1/n`, `M2 = S2 - S1²/n`.
 
     Call it inside `extended.double()`.
 
@@ -172,12 +170,12 @@ def from_sums(batch: BatchSums) -> Moments:
 
 @_in_double
 def merge(a: Moments, b: Moments) -> Moments:
-    r"""Moments of the union of two disjoint sets of samples.
+    """Moments of the union of two disjoint sets of samples.
 
-    With $\delta = \bar b - \bar a$ and $n = n_a + n_b$,
+    With `δ = mean(b) - mean(a)` and `n = n(a) + n(b)`,
 
-    $$\bar x = \bar a + \delta\, n_b / n, \quad
-      M_2 = M_{2,a} + M_{2,b} + \delta^2\, n_a n_b / n.$$
+        mean = mean(a) + δ · n(b) / n
+        M2   = M2(a) + M2(b) + δ² · n(a) · n(b) / n
 
     Associative, commutative up to rounding; `zeros` is its identity.
 

@@ -25,10 +25,9 @@ MAY_BE_UNSET = ("clip", "axis_name", "max_count", "decay")
 
 
 class Normalizer(RunningStatistics, StatefulModule):
-    r"""Standardise inputs by the mean and variance of all samples seen so far.
+    """Standardise inputs by the mean and variance of all samples seen so far.
 
-    $$y = \frac{x - \bar x}{\sigma}, \quad
-      \sigma = \sqrt{\max(M_2 / n, \epsilon)}.$$
+        y = (x - mean) / std,    std = √max(M2 / n, ε)
 
     The forward pass only reads, so it runs inside jit, scan, vmap, grad, remat and
     cond, and every step of a rollout sees the same statistics. It emits its raw input

@@ -22,10 +22,10 @@ from nnx_norm.weighting import Weighting, leave_out, weigh
 LOST = 1.25
 """Cancellation above which a batch is read again: `S2` over what it adds to M2.
 
-Below it the mean is safe, too. Of $n$ samples at a distance $d$ the first read knows
-the mean to 1.8e-7 $d$ (three roundings in float32), and the merge takes $n / (n + m)$
-of that. The excess of $S_2$ over $K$, what M2 gains, is $n^2 d^2 / (n + m)$: at most
-$K / 4$, so the error is at most half of 1.8e-7 standard deviations of the union.
+Below it the mean is safe, too. Of `n` samples at a distance `d` the first read knows
+the mean to `1.8e-7 d` (three roundings in float32), and the merge takes `n / (n + m)`
+of that. The excess of `S2` over `K`, what M2 gains, is `n² d² / (n + m)`: at most
+`K / 4`, so the error is at most half of 1.8e-7 standard deviations of the union.
 """
 
 READS = 3
@@ -213,8 +213,8 @@ def _in_need(
 ) -> jax.Array:
     """Whether sums are not finite, or mostly the shift's own distance, in a feature.
 
-    With means $d = S_1 / n$ and $m$ samples before, $S_2 - S_1 d$ is from within the
-    batch and $d^2 n m / (n + m)$ what the merge adds; all times $n (n + m)$ here, since
+    With means `d = S1 / n` and `m` samples before, `S2 - S1 d` is from within the
+    batch and `d² n m / (n + m)` what the merge adds; all times `n (n + m)` here, since
     a division of scalars would be a kernel of its own.
     """
     prior = prior.astype(jnp.float64)

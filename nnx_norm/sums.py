@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The one read: sums of deviations from a shift, over the leading axes.
+"""The one read: sums of deviations from a shift, over the leading axes.
 
-For samples $x_i$ with weights $w_i$ and a shift $s$,
+For samples `x` with weights `w` and a shift `s`,
 
-$$S_1 = \sum w_i (x_i - s), \qquad S_2 = \sum w_i (x_i - s)^2 .$$
+    S1 = Σ w (x - s)
+    S2 = Σ w (x - s)²
 
 About a shift near the mean the two lose no digits to an offset. There are three ways
 to read, none of which materialises anything of the history's size:

@@ -125,11 +125,12 @@ def generalized_advantages(
     gamma: float,
     lambda_: float,
 ) -> Array:
-    r"""Generalized advantage estimates along the leading axis.
+    """Generalized advantage estimates along the leading axis.
 
-    With $\delta_t = r_t + \gamma (1 - \text{terminated}_t) V(s'_t) - V(s_t)$,
+    With the error `δ` of the value,
 
-    $$A_t = \delta_t + \gamma \lambda (1 - \text{ended}_t) A_{t+1}.$$
+        δ[t] = r[t] + γ (1 - terminated[t]) V(s'[t]) - V(s[t])
+        A[t] = δ[t] + γ λ (1 - ended[t]) A[t + 1]
 
     A terminated episode has no future; a truncated one has the value of its
     last observation, but what follows in the row belongs to another episode.
