@@ -44,6 +44,7 @@ from nnx_norm.rewards import RewardNormalizer
 from nnx_norm.running_mean_std import RunningMeanStd
 from nnx_norm.statistics import NormalizerStatistics
 from nnx_norm.table import summary
+from nnx_norm.version import __version__ as __version__
 
 __all__ = [
     "Collector",

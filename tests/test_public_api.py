@@ -278,7 +278,9 @@ def test_licence_is_apache_2():
 
 def test_version_stands_in_one_place():
     version = PROJECT["project"]["version"]
-    assert not hasattr(nnx_norm, "__version__")
+    assert nnx_norm.__version__ == version
+    said = [p.name for p in SHIPPED if f'"{version}"' in p.read_text()]
+    assert not said, f"{said} say the version, which pyproject.toml has"
     assert f"\n## {version}" in (PACKAGE / "CHANGELOG.md").read_text()
 
 

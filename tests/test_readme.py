@@ -58,3 +58,18 @@ def test_readme_links_lead_somewhere():
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_figures_are_those_of_the_benchmarks():
+    text, full = ((ROOT / p).read_text() for p in ("README.md", "benchmarks/README.md"))
+    section = text.split("\n## Accuracy and speed\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) > 15
+    assert [row for row in rows if row not in full.splitlines()] == []
+
+
+def test_readme_shows_the_picture_of_the_demo():
+    text = (ROOT / "README.md").read_text()
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    head = (ROOT / picture).read_bytes()[:8]
+    assert head == b"\x89PNG\r\n\x1a\n"
