@@ -7,12 +7,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from nnx_norm import concrete
 from nnx_norm.inspection import features, normalizers
+
+try:
+    from matplotlib import rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "nnx_norm.plot needs matplotlib: pip install 'nnx-norm[plot]'", name=error.name
+    ) from error
 
 # Okabe and Ito's colours, told apart by every kind of eye.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -72,7 +79,12 @@ class Recorder:
           module: Any module with normalizers in it; the same one every time.
           step: When, in any unit: updates or environment steps.
           extras: As in `metrics`: gives the share of inputs beyond the clip.
+
+        Raises:
+          ValueError: `extras` don't fit, this is inside jit, or a leaf has another
+            number of features than before; nothing has been recorded then.
         """
+        new: dict[str, Point] = {}
         for one in normalizers(module).values():
             concrete.refuse_traced(one.mean.get_value(), "Recorder.add")
         for feature in features(module, extras=extras):
@@ -81,6 +93,14 @@ class Recorder:
             share = np.nan if clipped is None else float(clipped)
             point = Point(float(step), np.ravel(mean), np.ravel(std), share)
             path = feature.path or type(feature.module).__name__
+            before = self.points.get(path, [point])[-1].mean
+            if before.shape != point.mean.shape:
+                raise ValueError(
+                    f"{path} has {point.mean.size} features, and had {before.size} at "
+                    "the point before: take a new Recorder for another model."
+                )
+            new[path] = point
+        for path, point in new.items():
             self.points.setdefault(path, []).append(point)
 
     def figure(
@@ -96,16 +116,27 @@ class Recorder:
 
         Args:
           unit: What `step` counts, for the axis.
-          names: Names of the features by path of the leaf.
+          names: Names of the features, all of them, by path of the leaf.
 
         Returns:
           A figure of its own (no pyplot), for `savefig` or a notebook.
 
         Raises:
-          ValueError: Nothing was recorded.
+          ValueError: Nothing was recorded, or names are of no leaf that was, or not as
+            many as its features.
         """
         if not self.points:
             raise ValueError("Nothing to draw: call add after an update first.")
+        for path, labels in (names or {}).items():
+            if path not in self.points:
+                raise ValueError(
+                    f"names has {path!r}; expected paths of leaves: {[*self.points]}."
+                )
+            size = self.points[path][-1].mean.size
+            if isinstance(labels, str) or len(labels) != size:
+                raise ValueError(
+                    f"names[{path!r}] is {labels!r}; expected a list of {size} names."
+                )
         rows = len(self.points)
         with rc_context(STYLE):
             figure = Figure(figsize=(12, 0.6 + 2.6 * rows), layout="constrained")
@@ -145,7 +176,7 @@ def _draw_std(axes: Axes, points: list[Point]) -> None:
             axes.plot(x, column, color=color)
     else:
         _draw_range(axes, x, std)
-    axes.set_yscale("log")
+    _scale(axes, std)
     axes.set_title("std")
 
 
@@ -164,20 +195,45 @@ def _draw_movement(axes: Axes, points: list[Point]) -> None:
     """The largest movement of a mean since the point before, and what was clipped."""
     x, mean, std = _over_time(points)
     drift = np.max(np.abs(np.diff(mean, axis=0)) / std[1:], axis=1, initial=0)
-    moved = np.where(drift > 0, drift, np.nan)  # none at all is off a log scale
-    axes.plot(x[1:], moved, color=COLOURS[0], label="drift, in std")
-    axes.set_yscale("log")
+    if log := _scale(axes, drift):
+        drift = np.where(drift > 0, drift, np.nan)  # none at all is off a log scale
+    axes.plot(x[1:], drift, color=COLOURS[0], label="drift, in std")
+    if not log:
+        axes.set_ylim(*_from_zero(drift))
+    axes.set_ylabel("drift, in std", color=COLOURS[0])
     axes.set_title("drift since the point before")
     clipped = np.array([point.clipped for point in points])
     if np.isfinite(clipped).any():
         share = axes.twinx()
         share.plot(x, 100 * clipped, color=COLOURS[5], ls="--", label="clipped, %")
-        share.set_ylim(bottom=0)
+        share.set_ylim(*_from_zero(clipped))
+        share.set_ylabel("clipped, % (dashed)", color=COLOURS[5])
         share.grid(False)
         share.spines["right"].set_visible(True)
-        lines = [*axes.lines, *share.lines]
-        axes.legend(handles=lines, fontsize=7, frameon=False)
         axes.set_title("drift since the point before; share clipped")
+
+
+def _scale(axes: Axes, values: np.ndarray) -> bool:
+    """A logarithmic axis where values differ by much, with numbers as one says them.
+
+    Returns:
+      Whether it is one. A linear axis tells more of less, and shows a zero.
+    """
+    positive = values[np.isfinite(values) & (values > 0)]
+    spread = positive.max() / positive.min() if positive.size else 1.0
+    if spread < 3:
+        axes.ticklabel_format(axis="y", useOffset=False)
+        return False
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if spread < 100 else (1,)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    return True
+
+
+def _from_zero(values: np.ndarray) -> tuple[float, float | None]:
+    """Limits of an axis from zero up; of nothing but zeros, with a line to be seen."""
+    return (0.0, None) if np.any(values > 0) else (-0.05, 1.0)
 
 
 def _over_time(points: list[Point]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
