@@ -13,6 +13,7 @@ from flax import nnx
 from nnx_norm import arguments
 from nnx_norm.fold import Statistics
 from nnx_norm.inspection import normalizers
+from nnx_norm.signature import OfConstructor
 from nnx_norm.statistics import RunningStatistics
 from nnx_norm.storage import NormalizerStatistics
 from nnx_norm.transfer import placed_like
@@ -54,6 +55,8 @@ class Ledger(nnx.Module):
       >>> ledger.merge(increment), ledger.merge(increment), ledger.model.count
       (True, False, 2)
     """
+
+    __signature__ = OfConstructor()
 
     def __init__(self, model: nnx.Module, workers: int) -> None:
         """Start with no increment merged.

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from nnx_norm.signature import OfConstructor
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,8 @@ class StatefulModule(nnx.Module, abc.ABC):
       >>> out.next_state.tolist()
       [1.0, 1.0]
     """
+
+    __signature__ = OfConstructor()
 
     @abc.abstractmethod
     def __call__(

@@ -15,6 +15,7 @@ from nnx_norm import arguments
 from nnx_norm.extended import double
 from nnx_norm.fold import Statistics, joined, separated
 from nnx_norm.processes import refuse_apart, refuse_local
+from nnx_norm.signature import OfConstructor
 from nnx_norm.spec import Spec
 from nnx_norm.transfer import on_host, placed_like
 
@@ -37,6 +38,8 @@ class Printed(nnx.Module):
     What completes the float32 values isn't shown, nor what is no longer there: after a
     donation flax raises on a scalar.
     """
+
+    __signature__ = OfConstructor()
 
     def __nnx_repr__(self) -> Iterator[Any]:
         for part in cast("Iterator[Any]", super().__nnx_repr__()):
