@@ -174,19 +174,20 @@ class Returns(Statistics):
         self, rewards: np.ndarray, done: np.ndarray, valid: np.ndarray
     ) -> None:
         """Step by step: add the reward, count the return, end the episode."""
-        if self.frozen:
+        if self.frozen or not done.size:
             return
-        read, g = valid, self.running
-        if self.skip:
-            read = valid & finite([rewards], 2)
+        g = self.running
         if len(g) != done.shape[1]:
             g = np.zeros(rewards.shape[1:])
         samples = np.zeros(rewards.shape, np.float32)
         for t, reward in enumerate(rewards.astype(np.float64)):
-            g = np.where(along(read[t], g), self.gamma * g + reward, g)
+            new, read = self.gamma * g + reward, valid[t]
+            if self.skip:  # of what float32 can't hold
+                read = read & finite([new.astype(np.float32)], 1)
+            g = np.where(along(read, g), new, g)
             samples[t] = g
+            samples[t, valid[t] & ~read] = np.nan
             g = np.where(along(done[t] & valid[t], g), 0.0, g)
-        samples[valid & ~read] = np.nan
         self.running = g.astype(np.float32).astype(np.float64)
         self.update([samples], valid.astype(np.float64))
 
