@@ -15,20 +15,30 @@ from jax.sharding import Sharding
 PyTree = Any
 
 
+class TracedError(jax.errors.TracerArrayConversionError):
+    """What is read on the host is traced: JAX's error, which says what to do here."""
+
+    def __init__(self) -> None:
+        """Without the tracer, whose path JAX's own error would tell."""
+        TypeError.__init__(
+            self,
+            "The statistics are traced here, and read on the host: count, to_dict "
+            "and what copies or saves statistics belong outside of jit. Inside, "
+            "read `counter`, `mean` and `M2`, or nnx_norm.metrics.",
+        )
+
+
 def on_host(tree: PyTree) -> PyTree:
     """A tree of NumPy arrays.
 
     Raises:
-      TypeError: A leaf is traced, or abstract.
+      TracedError: A leaf is traced.
+      TypeError: A leaf is abstract.
       ValueError: A leaf is split over processes, so that none of them has all of it.
     """
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, Tracer):
-            raise TypeError(
-                "The statistics are traced here, and read on the host: count, to_dict "
-                "and what copies or saves statistics belong outside of jit. Inside, "
-                "read `counter`, `mean` and `M2`, or nnx_norm.metrics."
-            )
+            raise TracedError
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
                 f"The statistics are abstract, {leaf}: nnx.eval_shape gives shapes "
