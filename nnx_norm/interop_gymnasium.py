@@ -54,7 +54,7 @@ def from_gymnasium(
     sources.expect(source, "from_gymnasium")
     own = sources.own(source)
     bare = "obs_rms" not in own and "var" in own
-    wrapper = {} if bare else _layer(source, "obs_rms", "env")
+    wrapper = {} if bare else _layer(source, "obs_rms", "from_gymnasium")
     epsilon = number(optional(wrapper, "epsilon", epsilon))
     rms = wrapper.get("obs_rms", source)
     return imported.normalizer(_of_rms(rms, epsilon), into, epsilon)
@@ -92,8 +92,7 @@ def from_gymnasium_rewards(source: Any, *, into: Module | None = None) -> Any:
       >>> float(from_gymnasium_rewards(wrapper).normalize(4.0))
       2.0
     """
-    sources.expect(source, "from_gymnasium_rewards")
-    wrapper = _layer(source, "return_rms", "env")
+    wrapper = _layer(source, "return_rms", "from_gymnasium_rewards")
     epsilon = number(field(wrapper, "epsilon"))
     running = optional(wrapper, "accumulated_reward")
     running = optional(wrapper, "discounted_reward") if running is None else running
@@ -140,8 +139,8 @@ def from_sb3(source: Any, *, into: Module | None = None) -> Any:
     `from_gymnasium`. Entries of a dict space that are not normalized pass through.
 
     Args:
-      source: `VecNormalize`, also below other wrappers, or unpickled without an
-        environment.
+      source: `VecNormalize`, also below other wrappers or in a model, or unpickled
+        without an environment.
       into: As in `from_gymnasium`. Its own clip stays. None makes a `Normalizer`.
 
     Returns:
@@ -160,8 +159,7 @@ def from_sb3(source: Any, *, into: Module | None = None) -> Any:
       >>> from_sb3(venv).normalize(np.float32([5.0, 99.0])[:, None]).tolist()
       [[2.0], [10.0]]
     """
-    sources.expect(source, "from_sb3")
-    wrapper = _layer(source, "obs_rms", "venv")
+    wrapper = _layer(source, "obs_rms", "from_sb3")
     rms, epsilon = field(wrapper, "obs_rms"), number(field(wrapper, "epsilon"))
     if not is_mapping(rms):
         found, passing = _of_rms(rms, epsilon), {}
@@ -206,8 +204,7 @@ def from_sb3_rewards(source: Any, *, into: Module | None = None) -> Any:
       >>> from_sb3_rewards(venv).normalize(np.float32([4.0, 99.0])).tolist()
       [2.0, 5.0]
     """
-    sources.expect(source, "from_sb3_rewards")
-    wrapper = _layer(source, "ret_rms", "venv")
+    wrapper = _layer(source, "ret_rms", "from_sb3_rewards")
     epsilon = number(field(wrapper, "epsilon"))
     return imported.rewards(
         _of_rms(field(wrapper, "ret_rms"), epsilon),
@@ -251,21 +248,19 @@ def to_sb3(module: Any, *, epsilon: float = EPSILON) -> dict[str, Any]:
     return {key: _rms(out, out.mean[key], var[key]) for key in kept}
 
 
-def _layer(source: Any, name: str, inner: str) -> dict[str, Any]:
+def _layer(source: Any, name: str, importer: str) -> dict[str, Any]:
     """The attributes of the wrapper, of those around an environment, that has one."""
-    layer = source
-    while layer is not None and name not in sources.own(layer):
-        layer = sources.own(layer).get(inner)
-    if layer is None:
-        raise ValueError(
-            f"The {type(source).__name__} has no {name!r}, nor has what it wraps: it "
-            "normalizes something else, or nothing yet"
-            + "".join(
-                f"; interop.{r} reads it" for r in sorted(sources.readers(source))
-            )
-            + "."
-        )
-    return sources.own(layer)
+    sources.expect(source, importer)
+    for layer in sources.layers(source):
+        if name in layer:
+            return layer
+    others = sorted(sources.readers(source) - {importer})
+    raise ValueError(
+        f"The {type(source).__name__} has no {name!r}, nor has what it wraps: it "
+        "normalizes something else, or nothing yet"
+        + "".join(f"; interop.{other} reads it" for other in others)
+        + "."
+    )
 
 
 def _of_rms(rms: Any, epsilon: float) -> Moved:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from flax import nnx
 
-from nnx_norm import arguments, state_dicts
+from nnx_norm import arguments, sources, state_dicts
 from nnx_norm.buffers import Buffers
 from nnx_norm.lazy import LazyStatistics, saved_shapes, statistics_in
 from nnx_norm.spec import Spec, parse
@@ -49,9 +49,13 @@ def running_mean_std_from_state_dict(
       >>> stats.to_numpy().mean.tolist(), stats.to_numpy().count
       ([0.1], 1099511627777)
     """
-    root = state_dicts.find(state_dicts.nested(state_dict), _keys(prefix))
+    whole = state_dicts.nested(state_dict)
+    root = state_dicts.find(whole, _keys(prefix))
     found = [
-        (stats, *_loaded(stats, state_dicts.find(root, path), _name(prefix, path)))
+        (
+            stats,
+            *_loaded(stats, state_dicts.find(root, path), _name(prefix, path), whole),
+        )
         for path, stats in statistics_in(module)
     ]
     if not found:
@@ -95,14 +99,19 @@ def running_mean_std_to_state_dict(
     return out
 
 
-def _loaded(stats: LazyStatistics, state: Any, name: list[str]) -> tuple[Spec, Buffers]:
+def _loaded(
+    stats: LazyStatistics, state: Any, name: list[str], whole: Any
+) -> tuple[Spec, Buffers]:
     """The spec of statistics and what a state dict has for them, float64 NumPy."""
     where = ".".join([*name, "mean"])
     shapes = saved_shapes(state, "mean")
     if shapes is None:
+        found = sources.holders(whole, {"mean", "var"})
+        there = [".".join(path) for path in found] or "no prefix"
         raise ValueError(
             f"{where!r} is missing from the state dict. Give the prefix under which "
-            "the module was saved, or load its parts one by one."
+            "the module was saved, or load its parts one by one; there are such "
+            f"statistics at {there}."
         )
     spec = parse(shapes) if stats.is_lazy else stats._spec()
 

@@ -159,10 +159,11 @@ def not_negative(variance: PyTree, mean: PyTree) -> PyTree:
             )
         return np.maximum(v, 0.0)
 
-    if jax.tree.structure(variance) != jax.tree.structure(mean):
+    shapes = [jax.tree.map(np.shape, tree) for tree in (mean, variance)]
+    if shapes[0] != shapes[1]:
         raise ValueError(
-            f"The mean is {jax.tree.structure(mean)} and the variance "
-            f"{jax.tree.structure(variance)}; expected one structure for both."
+            f"The mean has the shapes {shapes[0]} and the variance {shapes[1]}; "
+            "expected the same for both."
         )
     return jax.tree_util.tree_map_with_path(cut, variance, mean)
 

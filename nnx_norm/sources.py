@@ -55,17 +55,18 @@ def readers(source: Any) -> set[str]:
     for names, found in SIGNATURES:
         if all(has(source, name) for name in names):
             return found
-    layers = list(_layers(source))
-    if any("clip_obs" in layer for layer in layers):
+    found_in = list(layers(source))
+    if any("clip_obs" in layer for layer in found_in):
         return SB3
     wrapped = {"obs_rms": "from_gymnasium", "return_rms": "from_gymnasium_rewards"}
-    found = {wrapped[k] for layer in layers for k in wrapped if k in layer}
-    found |= {"from_sb3_rewards"} if any("ret_rms" in k for k in layers) else set()
+    found = {wrapped[k] for layer in found_in for k in wrapped if k in layer}
+    found |= {"from_sb3_rewards"} if any("ret_rms" in k for k in found_in) else set()
     if not found and has(source, "mean") and has(source, "var"):
         if not has(source, "count"):
             return {"from_flax_batch_norm"} if is_mapping(source) else set()
-        torch = "_buffers" in own(source)
-        return {STATE_DICT} if torch else {"from_gymnasium", STATE_DICT}
+        if is_mapping(source):
+            return {"from_gymnasium", STATE_DICT}
+        return {STATE_DICT if "_buffers" in own(source) else "from_gymnasium"}
     return found
 
 
@@ -91,7 +92,7 @@ def expect(source: Any, importer: str) -> None:
     if isinstance(source, (str, bytes, int, float, np.ndarray)) or source is None:
         shown = f" ({source!r})" if isinstance(source, str) else ""
         raise ValueError(
-            f"{importer} got a {kind}{shown}; expected an object of the library or its "
+            f"{importer} got {kind}{shown}; expected an object of the library or its "
             "saved state, loaded."
         )
     if isinstance(source, (tuple, list)) and not hasattr(source, "_fields"):
@@ -145,7 +146,7 @@ def at_prefix(source: Any, prefix: str, importer: str, names: set[str]) -> Any:
     state = state_dicts.nested(source)
     found = state_dicts.find(state, [name for name in prefix.split(".") if name])
     if not is_mapping(found) or not names <= set(found):
-        there = [".".join(path) for path in _holders(state, names)]
+        there = [".".join(path) for path in holders(state, names)]
         if there:
             raise ValueError(
                 f"The state dict has no {', '.join(map(repr, sorted(names)))} at the "
@@ -183,8 +184,13 @@ def has(source: Any, name: str) -> bool:
     return any(name in part for part in parts) or hasattr(type(source), name)
 
 
-def _layers(source: Any) -> Iterator[dict[str, Any]]:
-    """Attributes of wrappers of environments, from the outermost to what they wrap."""
+def layers(source: Any) -> Iterator[dict[str, Any]]:
+    """Attributes of wrappers of environments, from the outermost to what they wrap.
+
+    Example:
+      >>> [sorted(layer) for layer in layers({"env": {"obs_rms": None}})]
+      [['env'], ['obs_rms']]
+    """
     layer, seen = source, set()
     while layer is not None and id(layer) not in seen:
         seen.add(id(layer))
@@ -193,12 +199,17 @@ def _layers(source: Any) -> Iterator[dict[str, Any]]:
         layer = inner["venv"] if "venv" in inner else inner.get("env")
 
 
-def _holders(state: Any, names: set[str], path: tuple[str, ...] = ()) -> list[Any]:
-    """Paths of the parts of a nested state that have entries of some names."""
+def holders(state: Any, names: set[str], path: tuple[str, ...] = ()) -> list[Any]:
+    """Paths of the parts of a nested state that have entries of some names.
+
+    Example:
+      >>> holders({"a": {"norm": {"mean": 0.0, "var": 1.0}}}, {"mean", "var"})
+      [('a', 'norm')]
+    """
     if not is_mapping(state):
         return []
     here = [path] if names <= set(state) else []
     inner = [
         k for k in state if k != "emp_norm"
     ]  # a part, which another importer reads
-    return here + [p for k in inner for p in _holders(state[k], names, (*path, str(k)))]
+    return here + [p for k in inner for p in holders(state[k], names, (*path, str(k)))]

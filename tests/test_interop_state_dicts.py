@@ -141,3 +141,11 @@ def test_lazy_modules_are_left_out_and_trees_keep_their_paths():
     running_mean_std_from_state_dict(other, state, "norm")
     back = running_mean_std_to_state_dict(other, "norm")
     assert all(back[k].tobytes() == state[k].tobytes() for k in state)
+
+
+def test_a_wrong_prefix_names_the_right_ones():
+    saved = {"a.norm.mean": [0.1], "a.norm.var": [4.0], "a.norm.count": 9}
+    with pytest.raises(ValueError, match=r"missing .* statistics at \['a\.norm'\]"):
+        running_mean_std_from_state_dict(RunningMeanStd(1), saved, "norm")
+    with pytest.raises(ValueError, match="there are such statistics at no prefix"):
+        running_mean_std_from_state_dict(RunningMeanStd(1), {"w": [1.0]})

@@ -111,3 +111,9 @@ def test_torchrl_of_another_entry_names_those_it_has():
         with pytest.raises(ValueError, match=r"no statistics of 'obs'; .*\['goal'\]"):
             from_torchrl(source, "obs")
         assert from_torchrl(source, "goal").count == 9
+
+
+def test_a_mean_and_a_variance_of_other_shapes_are_named():
+    state = {"_mean": np.zeros((1, 2)), "_var": np.ones((1, 3)), "count": 9}
+    with pytest.raises(ValueError, match=r"mean has the shapes \(2,\) and .* \(3,\)"):
+        from_rsl_rl(state)

@@ -138,3 +138,17 @@ def test_prefixes_of_state_dicts(importer: str, state: dict[str, Any]):
 
 def test_readers_of_what_nobody_knows():
     assert readers(named(weight=ONE)) == readers({}) == readers(nnx.Rngs(0)) == set()
+
+
+def test_wrappers_are_found_in_a_model_and_the_other_importer_is_named():
+    (venv,) = OBJECTS["from_sb3"]
+    model = named(env=named(venv=venv))  # as a PPO of Stable-Baselines3 has it
+    assert interop.from_sb3(model).clip == interop.from_sb3_rewards(model).clip == 3.0
+    unseen = named(**(vars(venv) | {"obs_rms": None}))
+    del unseen.obs_rms
+    with pytest.raises(
+        ValueError, match=r"has no 'obs_rms'.*yet; interop\.from_sb3_re"
+    ):
+        interop.from_sb3(unseen)
+    with pytest.raises(ValueError, match=r"use interop\.from_gymnasium\.$"):
+        interop.from_sb3(named(**RMS))
