@@ -28,4 +28,5 @@ class OfConstructor:
         if instance is not None:
             raise AttributeError("__signature__")
         own = inspect.signature(owner.__init__)
-        return own.replace(parameters=list(own.parameters.values())[1:])
+        parameters = list(own.parameters.values())[1:]
+        return own.replace(parameters=parameters, return_annotation=own.empty)

@@ -84,7 +84,9 @@ def test_every_importer_takes_its_own_and_names_the_right_one(
 
 @pytest.mark.parametrize("importer", IMPORTERS)
 @pytest.mark.parametrize(
-    "source", [None, "checkpoint.pt", 3, ONE, (1, 2), [1], {}, object()], ids=repr
+    "source",
+    [None, "checkpoint.pt", 3, ONE, (1, 2), [1], {}, object()],
+    ids=lambda v: type(v).__name__,
 )
 def test_what_holds_no_statistics_is_a_value_error(importer: str, source: Any):
     with pytest.raises(ValueError, match=r"expected|has no|no fitted"):
