@@ -70,7 +70,9 @@ def on_one_cpu(*arrays: jax.Array) -> bool:
         kinds = jax.sharding.get_abstract_mesh().axis_types
         cut = bool(kinds) and all(kind == AxisType.Manual for kind in kinds)
         return jax.default_backend() == "cpu" and (cut or jax.device_count() == 1)
-    devices = set().union(*(x.sharding.device_set for x in arrays))
+    # A restored state may hold NumPy arrays, which go where the others are.
+    placed = [x.sharding for x in arrays if hasattr(x, "sharding")]
+    devices = set().union(*(sharding.device_set for sharding in placed))
     return len(devices) <= 1 and all(device.platform == "cpu" for device in devices)
 
 
